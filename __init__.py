@@ -1,0 +1,7 @@
+"""QuantWM: world models in ComfyUI with their KV cache in 2 bits."""
+
+from .nodes import comfy_entrypoint
+
+WEB_DIRECTORY = "./web"
+
+__all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]
