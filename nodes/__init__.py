@@ -1,0 +1,30 @@
+"""The nodes of the pack. Each file holds one; this list is what ComfyUI registers."""
+
+from comfy_api.latest import ComfyExtension, io
+
+from .apply import QuantWMApply
+from .cache_stats import QuantWMCacheStats
+from .kv_cache import QuantWMKVCache
+from .load_world_model import QuantWMLoadWorldModel
+from .tiny_world_conditioning import TinyWorldConditioning
+from .tiny_world_seed import TinyWorldSeed
+from .tiny_world_vae import TinyWorldVAE
+
+NODES: list[type[io.ComfyNode]] = [
+    QuantWMKVCache,
+    QuantWMApply,
+    QuantWMCacheStats,
+    QuantWMLoadWorldModel,
+    TinyWorldVAE,
+    TinyWorldConditioning,
+    TinyWorldSeed,
+]
+
+
+class QuantWMExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return NODES
+
+
+async def comfy_entrypoint() -> QuantWMExtension:
+    return QuantWMExtension()

@@ -1,0 +1,183 @@
+"""QuantWM KV Cache: the settings of a packed cache, checked here so that nothing wrong reaches a sampler."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from ..quantwm_core import METHODS, CacheSettings
+from .sockets import CATEGORY, SettingsSocket
+
+BITS = ["2", "4", "8", "16"]
+
+
+class QuantWMKVCache(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QuantWMKVCache",
+            display_name="QuantWM KV Cache",
+            category=CATEGORY,
+            description=(
+                "How the memory (KV cache) of a world model is stored. The defaults keep keys and values in "
+                "2 bits. Connect it to Apply To World Model."
+            ),
+            search_aliases=[
+                "kv cache",
+                "2 bit",
+                "quantize cache",
+                "cache quantization",
+                "low vram video",
+                "kv quant",
+            ],
+            inputs=[
+                io.Combo.Input(
+                    "method",
+                    options=list(METHODS),
+                    default="quantwm",
+                    tooltip=(
+                        "How keys and values are packed.\n"
+                        "quantwm (default): our best.\n"
+                        "off: plain BF16, bit-equal to ComfyUI without these nodes; use it to compare.\n"
+                        "quantwm-paper: the published method to the letter."
+                    ),
+                ),
+                io.Combo.Input(
+                    "key_bits",
+                    options=BITS,
+                    default="2",
+                    tooltip=(
+                        "Bits for each number of a key (default 2). Keys carry most of the damage: go to 4 "
+                        "here first when the picture drifts. 16 keeps keys in BF16."
+                    ),
+                ),
+                io.Combo.Input(
+                    "value_bits",
+                    options=BITS,
+                    default="2",
+                    tooltip=(
+                        "Bits for each number of a value (default 2). Values are forgiving; raise this after "
+                        "key_bits. 16 keeps values in BF16."
+                    ),
+                ),
+                io.Int.Input(
+                    "group_size",
+                    default=64,
+                    min=8,
+                    max=256,
+                    step=8,
+                    advanced=True,
+                    tooltip=(
+                        "How many numbers share one scale (default 64). Smaller follows the data more "
+                        "closely and costs more bytes."
+                    ),
+                ),
+                io.Int.Input(
+                    "centroids",
+                    default=0,
+                    min=0,
+                    max=256,
+                    advanced=True,
+                    tooltip=(
+                        "Size of the codebook that is subtracted before rounding. 0 (default) chooses it "
+                        "from the number of tokens in a span; the paper uses 256. Lower it if short blocks "
+                        "spend their bytes on the codebook."
+                    ),
+                ),
+                io.Int.Input(
+                    "candidates",
+                    default=4,
+                    min=1,
+                    max=16,
+                    advanced=True,
+                    tooltip=(
+                        "How many nearby centroids are tried for each token (default 4). More is a little "
+                        "better and encodes slower; it costs no memory."
+                    ),
+                ),
+                io.Int.Input(
+                    "rank",
+                    default=0,
+                    min=0,
+                    max=64,
+                    advanced=True,
+                    tooltip=(
+                        "Directions in which the remaining error of keys is stored as well. 0 (default) is "
+                        "automatic; the paper uses 8. Higher looks better and costs bytes."
+                    ),
+                ),
+                io.Int.Input(
+                    "span_blocks",
+                    default=0,
+                    min=0,
+                    max=64,
+                    advanced=True,
+                    tooltip=(
+                        "How many blocks of the video are packed together. 0 (default) is automatic: each "
+                        "block as soon as it is finished. Larger shares one codebook, but the waiting blocks "
+                        "stay in BF16."
+                    ),
+                ),
+                io.Int.Input(
+                    "keep_first_blocks",
+                    default=0,
+                    min=0,
+                    max=64,
+                    advanced=True,
+                    tooltip=(
+                        "Blocks at the start that stay in BF16 (default 0). Try 1 when the whole video hangs "
+                        "on a start image."
+                    ),
+                ),
+                io.Int.Input(
+                    "keep_recent_blocks",
+                    default=0,
+                    min=0,
+                    max=64,
+                    advanced=True,
+                    tooltip=(
+                        "Newest blocks that stay in BF16 until they get older (default 0). Try 1 when motion "
+                        "between neighbouring blocks flickers."
+                    ),
+                ),
+                io.Combo.Input(
+                    "cache_device",
+                    options=["gpu", "cpu"],
+                    default="gpu",
+                    advanced=True,
+                    tooltip=(
+                        "Where packed blocks live. gpu (default) is fastest. cpu frees graphics memory for "
+                        "very long videos and is slower, because each read crosses the bus."
+                    ),
+                ),
+                io.Combo.Input(
+                    "backend",
+                    options=["auto", "triton", "torch"],
+                    default="auto",
+                    advanced=True,
+                    tooltip=(
+                        "Which code packs and reads. auto (default) takes the fastest that runs here. torch "
+                        "runs everywhere; triton needs an NVIDIA or AMD GPU. Change it only to look for a "
+                        "fault."
+                    ),
+                ),
+            ],
+            outputs=[
+                SettingsSocket.Output(
+                    "settings", display_name="settings", tooltip="For Apply To World Model."
+                ),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, group_size: int) -> bool | str:
+        # Only the input that a plain range cannot describe is named here: ComfyUI repeats a refusal for each
+        # named input, and stops checking the lists and ranges of those.
+        try:
+            CacheSettings(group_size=group_size)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def execute(cls, key_bits: str, value_bits: str, **settings) -> io.NodeOutput:
+        return io.NodeOutput(CacheSettings(key_bits=int(key_bits), value_bits=int(value_bits), **settings))

@@ -1,0 +1,40 @@
+"""Text on nodes while a graph runs, through the server's own channel; silent when there is no server."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from comfy_execution.utils import get_executing_context
+
+from .units import bytes_text
+
+
+def show_text(text: str, *node_ids: str | None) -> None:
+    """Show plain text on the nodes with these ids. Ids that are None or repeated are skipped.
+
+    The server module is looked up, not imported: under a script or a test there is none, and importing it
+    would build half of ComfyUI.
+    """
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    if server is None:
+        return
+    for node_id in dict.fromkeys(node_ids):
+        if node_id is not None:
+            server.send_progress_text(text, node_id)
+
+
+def executing_node_id() -> str | None:
+    """Id of the node that the server is running in this context, None outside a server."""
+    context = get_executing_context()
+    return None if context is None else context.node_id
+
+
+def block_text(entry: dict[str, Any]) -> str:
+    """Two short lines about a cache that has just grown, from an entry of `CacheHandle.history`."""
+    resident = entry["bytes_packed"] + entry["bytes_unpacked"]
+    ratio = entry["bytes_bf16"] / max(resident, 1)
+    return (
+        f"{entry['block'] + 1} blocks, {entry['tokens']:,} tokens cached\n"
+        f"{bytes_text(resident)} instead of {bytes_text(entry['bytes_bf16'])} BF16 ({ratio:.1f}x smaller)"
+    )

@@ -1,0 +1,8 @@
+"""Names that the nodes share: the category in the menu and the pack's own socket types."""
+
+from comfy_api.latest import io
+
+CATEGORY = "QuantWM"
+
+SettingsSocket = io.Custom("QUANTWM_SETTINGS")
+CacheSocket = io.Custom("QUANTWM_CACHE")
