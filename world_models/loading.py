@@ -135,4 +135,5 @@ def _contents(stored: dict[str, Any], limit: int = 4) -> str:
         else f"{key} ({type(value).__name__})"
         for key, value in list(stored.items())[:limit]
     ]
-    return f"Found {len(stored)} entries: {', '.join(shown)}{', ...' if len(stored) > limit else ''}."
+    noun = "entry" if len(stored) == 1 else "entries"
+    return f"Found {len(stored)} {noun}: {', '.join(shown)}{', ...' if len(stored) > limit else ''}."

@@ -1,0 +1,173 @@
+"""Load World Model reads each layout that authors publish, and says what it found where it cannot."""
+
+import importlib
+import json
+import subprocess
+
+import pytest
+import torch
+from benchmarks.host import load_pack, start_host
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.host
+
+TEXT_DIM = 24
+
+
+@pytest.fixture(scope="module")
+def loading():
+    start_host(cpu=True)
+    load_pack()
+    return importlib.import_module("quantwm_pack.world_models.loading")
+
+
+def wan_weights(dim: int = 256, heads: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
+    """State dictionary of a two-layer autoregressive Wan with random bf16 weights."""
+    import comfy.ops
+    from comfy.ldm.wan.ar_model import CausalWanModel
+
+    model = CausalWanModel(
+        dim=dim,
+        ffn_dim=64,
+        num_heads=heads,
+        num_layers=2,
+        text_dim=TEXT_DIM,
+        dtype=torch.bfloat16,
+        operations=comfy.ops.disable_weight_init,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        key: (torch.randn(value.shape, generator=generator) * 0.05).to(torch.bfloat16)
+        for key, value in model.state_dict().items()
+    }
+
+
+def assert_loaded(model, weights: dict[str, torch.Tensor], heads: int) -> None:
+    network = model.model.diffusion_model
+    assert type(network).__name__ == "CausalWanModel"
+    assert network.num_heads == heads and len(network.blocks) == 2
+    loaded = network.state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[key].to(weights[key].dtype), weights[key]) for key in weights)
+
+
+def test_safetensors_with_marker(loading, tmp_path):
+    weights = wan_weights(dim=96)
+    config = {"transformer": {"causal_ar": True, "num_heads": 2, "text_dim": TEXT_DIM}}
+    path = tmp_path / "marked.safetensors"
+    save_file(weights, path, metadata={"config": json.dumps(config)})
+    assert_loaded(loading.load_world_model(str(path)), weights, heads=2)
+
+
+def test_safetensors_without_marker(loading, tmp_path):
+    weights = wan_weights()
+    path = tmp_path / "bare.safetensors"
+    save_file(weights, path)
+    assert_loaded(loading.load_world_model(str(path)), weights, heads=2)
+
+
+def test_safetensors_keeps_other_metadata(loading, tmp_path):
+    weights = wan_weights(dim=96)
+    path = tmp_path / "heads_only.safetensors"
+    save_file(
+        weights, path, metadata={"config": json.dumps({"transformer": {"num_heads": 4}}), "author": "x"}
+    )
+    assert_loaded(loading.load_world_model(str(path)), weights, heads=4)
+
+
+PREFIXES = ["", "model.", "model._fsdp_wrapped_module.", "model.diffusion_model."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("generator", ["generator", "generator_ema"])
+def test_official_pt(loading, tmp_path, generator, prefix):
+    weights = wan_weights()
+    path = tmp_path / "official.pt"
+    torch.save({generator: {prefix + key: value for key, value in weights.items()}}, path)
+    assert_loaded(loading.load_world_model(str(path)), weights, heads=2)
+
+
+def test_official_pt_prefers_averaged_weights(loading, tmp_path):
+    trained, averaged = wan_weights(seed=1), wan_weights(seed=2)
+    path = tmp_path / "both.pt"
+    torch.save(
+        {
+            "generator": {f"model.{key}": value for key, value in trained.items()},
+            "critic": {"head.modulation": torch.zeros(1)},
+            "generator_ema": {f"model._fsdp_wrapped_module.{key}": value for key, value in averaged.items()},
+            "step": 600,
+        },
+        path,
+    )
+    assert_loaded(loading.load_world_model(str(path)), averaged, heads=2)
+
+
+def test_flat_safetensors_prefers_averaged_weights(loading, tmp_path):
+    trained, averaged = wan_weights(seed=1), wan_weights(seed=2)
+    path = tmp_path / "flat.safetensors"
+    save_file(
+        {f"generator.model.{key}": value for key, value in trained.items()}
+        | {f"generator_ema.model.{key}": value for key, value in averaged.items()},
+        path,
+    )
+    assert_loaded(loading.load_world_model(str(path)), averaged, heads=2)
+
+
+def test_wrappers_inside_names(loading, tmp_path):
+    weights = wan_weights()
+    path = tmp_path / "wrapped.pt"
+    wrapped = {
+        "model._fsdp_wrapped_module."
+        + key.replace("self_attn.", "_checkpoint_wrapped_module.self_attn."): value
+        for key, value in weights.items()
+    }
+    torch.save({"generator_ema": wrapped}, path)
+    assert_loaded(loading.load_world_model(str(path)), weights, heads=2)
+
+
+def test_weight_dtype_and_reload(loading, tmp_path):
+    path = tmp_path / "bare.safetensors"
+    save_file(wan_weights(), path)
+    model = loading.load_world_model(str(path), "fp8_e4m3fn")
+    assert model.model.get_dtype() == torch.float8_e4m3fn
+    # ComfyUI reloads a model this way for a second GPU and for nodes that need a plain patcher.
+    reload, arguments = model.cached_patcher_init
+    again = reload(*arguments, disable_dynamic=True)
+    assert again.model.get_dtype() == torch.float8_e4m3fn and not again.is_dynamic()
+
+
+def test_not_wan(loading, tmp_path):
+    path = tmp_path / "other.safetensors"
+    save_file({"decoder.weight": torch.zeros(3, 5)}, path)
+    with pytest.raises(ValueError, match=r"not a Wan checkpoint.*1 entry: decoder.weight \(3, 5\)"):
+        loading.load_world_model(str(path))
+
+
+def test_pickle_with_code(loading, tmp_path):
+    path = tmp_path / "code.pt"
+    torch.save({"generator": subprocess.Popen}, path)
+    with pytest.raises(ValueError, match="holds more than weights"):
+        loading.load_world_model(str(path))
+
+
+def test_unknown_number_of_heads(loading, tmp_path):
+    path = tmp_path / "narrow.safetensors"
+    save_file(wan_weights(dim=96), path)
+    with pytest.raises(ValueError, match="96 wide.*num_heads"):
+        loading.load_world_model(str(path))
+
+
+def test_image_conditioned_wan(loading, tmp_path):
+    weights = wan_weights() | {"img_emb.proj.0.bias": torch.zeros(8), "img_emb.proj.0.weight": torch.zeros(8)}
+    path = tmp_path / "i2v.safetensors"
+    save_file(weights, path)
+    with pytest.raises(ValueError, match="does not load it as an autoregressive model"):
+        loading.load_world_model(str(path))
+
+
+def test_host_without_autoregressive_wan(loading, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        RuntimeError, match=r"ComfyUI 0\.\d+\.\d+ cannot sample autoregressive.*Update ComfyUI"
+    ):
+        loading.load_world_model(str(tmp_path / "any.safetensors"))
