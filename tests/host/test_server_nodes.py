@@ -1,0 +1,127 @@
+"""The pack in a real ComfyUI server: what loads, what is served, and runs through the HTTP API."""
+
+from __future__ import annotations
+
+import pytest
+import requests
+import torch
+
+from benchmarks.demo import node_of, record_in
+from support.prompts import TEMPLATE, tiny_world_prompt, without_cache_nodes
+from support.server import ComfyServer, PromptFailed
+
+NODE_IDS = {
+    "QuantWMKVCache",
+    "QuantWMApply",
+    "QuantWMCacheStats",
+    "QuantWMLoadWorldModel",
+    "QuantWMTinyWorldVAE",
+    "QuantWMTinyWorldConditioning",
+    "QuantWMTinyWorldSeed",
+}
+PROGRESS_EVENTS = ("progress_state", "progress_text")
+
+
+@pytest.fixture(scope="module")
+def prompt(server) -> dict:
+    return tiny_world_prompt(server.object_info())
+
+
+def registered(server: ComfyServer) -> dict:
+    return {name: info for name, info in server.object_info().items() if name.startswith("QuantWM")}
+
+
+def forget(server: ComfyServer) -> None:
+    """Make the server drop its models and the outputs it would reuse."""
+    body = {"unload_models": True, "free_memory": True}
+    requests.post(server.url + "/free", json=body, timeout=60).raise_for_status()
+
+
+def interrupt_while_sampling(server: ComfyServer, prompt: dict, steps: float) -> PromptFailed:
+    """Queue a prompt, interrupt it once the sampler's progress reaches `steps`, and return the error."""
+    sampler = node_of(prompt, "SamplerCustomAdvanced")
+
+    def on_progress(event: dict) -> None:
+        state = event["data"].get("nodes", {}).get(sampler) if event["type"] == "progress_state" else None
+        if state and state["state"] == "running" and state["value"] >= steps:
+            server.interrupt()
+
+    with pytest.raises(PromptFailed) as failure:
+        server.wait(server.queue(prompt), on_progress)
+    return failure.value
+
+
+def test_all_nodes_are_registered(server):
+    nodes = registered(server)
+    assert set(nodes) == NODE_IDS
+    assert {info["category"] for info in nodes.values()} == {"QuantWM"}
+    assert "IMPORT FAILED" not in server.log()
+
+
+def test_every_input_has_a_tooltip(server):
+    for name, info in registered(server).items():
+        inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
+        assert info["description"] and info["display_name"]
+        assert not [key for key, value in inputs.items() if not value[1].get("tooltip")], name
+
+
+def test_templates_are_listed_and_served(server):
+    names = server.json("/workflow_templates")["quantwm"]
+    assert TEMPLATE in names
+    for name in names:
+        workflow = server.json(f"/api/workflow_templates/quantwm/{name}.json")
+        assert workflow["nodes"]
+        thumbnail = server.get(f"/api/workflow_templates/quantwm/{name}.jpg")
+        assert thumbnail.status_code == 200 and thumbnail.content[:2] == b"\xff\xd8"
+
+
+def test_help_pages_are_served(server):
+    for name in NODE_IDS:
+        pages = (f"/extensions/quantwm/docs/{name}/en.md", f"/extensions/quantwm/docs/{name}.md")
+        assert any(server.get(page).status_code == 200 for page in pages), name
+
+
+@pytest.mark.parametrize("method", ["quantwm", "quantwm-paper"])
+def test_run_in_two_bits_reports_what_it_saved(server, prompt, method):
+    prompt = tiny_world_prompt(server.object_info(), method=method, key_bits="2", value_bits="2")
+    events = []
+    entry = server.wait(server.queue(prompt), events.append)
+    stats = entry["outputs"][node_of(prompt, "QuantWMCacheStats")]
+    record = record_in("\n".join(stats["text"]))
+    assert record["method"] == method and record["key_bits"] == record["value_bits"] == 2
+    assert record["tokens"] == 12 * 96
+    assert record["ratio_packed"] > 4
+    assert server.file(stats["images"][0])[:4] == b"\x89PNG"
+    texts = [event["data"]["text"] for event in events if event["type"] == "progress_text"]
+    assert [text for text in texts if "blocks" in text], "no progress text while sampling"
+
+
+def test_off_equals_a_graph_without_the_nodes(server, sample):
+    off = tiny_world_prompt(server.object_info(), method="off", noise_seed=3)
+    packed = tiny_world_prompt(server.object_info(), method="quantwm", noise_seed=3)
+    latents = [sample(server, each) for each in (off, packed, without_cache_nodes(off))]
+    assert torch.equal(latents[0], latents[2])
+    assert not torch.equal(latents[0], latents[1])
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_run_after_an_interrupt_equals_a_fresh_run(server, sample, steps):
+    prompt = tiny_world_prompt(server.object_info(), noise_seed=100 + steps, length=18)
+    assert interrupt_while_sampling(server, prompt, steps).interrupted
+    after = sample(server, prompt)
+    forget(server)
+    assert torch.equal(after, sample(server, prompt))
+
+
+def test_wrong_number_of_frames_is_refused_before_anything_runs(server):
+    prompt = tiny_world_prompt(server.object_info(), seed_frames=12, length=12)
+    with pytest.raises(PromptFailed, match="seed_frames"):
+        server.queue(prompt)
+
+
+def test_pack_works_without_triton(server_without_triton, server, prompt, sample):
+    assert set(registered(server_without_triton)) == NODE_IDS
+    assert torch.equal(sample(server_without_triton, prompt), sample(server, prompt))
+    entry = next(iter(server_without_triton.json("/history").values()))
+    record = record_in(entry["outputs"][node_of(prompt, "QuantWMCacheStats")]["text"][0])
+    assert record["backend"] == "torch"
