@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 import torch
-from benchmarks.host import load_pack, start_host
 from safetensors.torch import save_file
+
+from benchmarks.host import load_pack, start_host
 
 pytestmark = pytest.mark.host
 
