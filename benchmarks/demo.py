@@ -42,7 +42,7 @@ class Run:
 
 
 class Progress:
-    """Prints what the nodes show while they work, and takes the time of one node."""
+    """Prints the text that nodes show while the timed node works, and takes its time."""
 
     def __init__(self, timed_node: str):
         self.timed_node = timed_node
@@ -52,7 +52,7 @@ class Progress:
 
     def __call__(self, event: Event) -> None:
         data = event["data"]
-        if event["type"] == "progress_text":
+        if event["type"] == "progress_text" and self._started is not None:
             self._show(data["text"])
         elif event["type"] == "executing":
             now = time.monotonic()
@@ -61,8 +61,7 @@ class Progress:
             self._started = now if data["node"] == self.timed_node else None
 
     def _show(self, text: str) -> None:
-        # The report of the stats node is long, and comes again as the summary.
-        line = ", ".join(text.splitlines()[:2])
+        line = ", ".join(text.splitlines())
         if line != self._last:
             print(f"  {line}", flush=True)
         self._last = line
@@ -83,7 +82,7 @@ def with_settings(prompt: dict, **settings: str) -> dict:
     source = [node_of(prompt, "VAEDecode"), 0]
     prompt[FRAMES_NODE] = {
         "class_type": "SaveImage",
-        "inputs": {"images": source, "filename_prefix": f"demo/{settings['method']}"},
+        "inputs": {"images": source, "filename_prefix": "demo/frame"},
     }
     return prompt
 
@@ -111,6 +110,13 @@ def run_prompt(server: ComfyServer, prompt: dict) -> Run:
         record=record_in("\n".join(stats["text"])),
         seconds=round(progress.seconds, 2),
     )
+
+
+def warm_up(server: ComfyServer, prompt: dict, given: int) -> None:
+    """Load models and start torch's threads with a run of one block, so that the timed runs are alike."""
+    prompt = with_settings(prompt, method="off")
+    prompt[node_of(prompt, "QuantWMTinyWorldSeed")]["inputs"]["length"] = given + 3
+    server.run(prompt)
 
 
 def caption(run: Run) -> str:
@@ -168,6 +174,8 @@ def main() -> None:
     with comfy_server(log_path=out / "demo-server.log") as server:
         prompt = to_api_prompt(json.loads(workflow.read_text()), server.object_info())
         given = prompt[node_of(prompt, "QuantWMTinyWorldSeed")]["inputs"]["seed_frames"]
+        print("Warming up", flush=True)
+        warm_up(server, prompt, given)
         runs = {}
         for name, settings in RUNS.items():
             print(f"Running {workflow.stem} with method {name}", flush=True)

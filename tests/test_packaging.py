@@ -18,7 +18,7 @@ from PIL import Image
 from benchmarks.host import ROOT, comfyui_path
 
 PACK_FOLDERS = ("nodes", "quantwm_core", "kernels", "world_models")
-CODE_FOLDERS = (*PACK_FOLDERS, "benchmarks", "scripts", "tests")
+CODE_FOLDERS = (*PACK_FOLDERS, "benchmarks", "scripts", "tests", "training")
 NEVER_REQUIRED = re.compile(r"^(torch|triton|xformers|numpy|quant-?videogen)", re.IGNORECASE)
 RAW_LAYERS = re.compile(r"(Linear|Conv[123]d|ConvTranspose[123]d|LayerNorm|GroupNorm|RMSNorm|Embedding)$")
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))

@@ -19,7 +19,6 @@ NODE_IDS = {
     "QuantWMTinyWorldConditioning",
     "QuantWMTinyWorldSeed",
 }
-PROGRESS_EVENTS = ("progress_state", "progress_text")
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +36,22 @@ def forget(server: ComfyServer) -> None:
     requests.post(server.url + "/free", json=body, timeout=60).raise_for_status()
 
 
-def interrupt_while_sampling(server: ComfyServer, prompt: dict, steps: float) -> PromptFailed:
-    """Queue a prompt, interrupt it once the sampler's progress reaches `steps`, and return the error."""
+def interrupt_at(server: ComfyServer, prompt: dict, kind: str, count: int) -> PromptFailed:
+    """Queue a prompt, interrupt it at the sampler's `count`-th event of a kind, and return the error."""
     sampler = node_of(prompt, "SamplerCustomAdvanced")
+    seen = 0
+
+    def from_sampler(data: dict) -> bool:
+        if kind == "progress_text":
+            return data["node"] == sampler
+        return data["nodes"].get(sampler, {"value": 0})["value"] > 0
 
     def on_progress(event: dict) -> None:
-        state = event["data"].get("nodes", {}).get(sampler) if event["type"] == "progress_state" else None
-        if state and state["state"] == "running" and state["value"] >= steps:
-            server.interrupt()
+        nonlocal seen
+        if event["type"] == kind and from_sampler(event["data"]):
+            seen += 1
+            if seen == count:
+                server.interrupt()
 
     with pytest.raises(PromptFailed) as failure:
         server.wait(server.queue(prompt), on_progress)
@@ -104,10 +111,13 @@ def test_off_equals_a_graph_without_the_nodes(server, sample):
     assert not torch.equal(latents[0], latents[1])
 
 
-@pytest.mark.parametrize("steps", [1, 6])
-def test_run_after_an_interrupt_equals_a_fresh_run(server, sample, steps):
-    prompt = tiny_world_prompt(server.object_info(), noise_seed=100 + steps, length=18)
-    assert interrupt_while_sampling(server, prompt, steps).interrupted
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [pytest.param("progress_state", 1, id="in a step"), pytest.param("progress_text", 2, id="after a block")],
+)
+def test_run_after_an_interrupt_equals_a_fresh_run(server, sample, kind, count):
+    prompt = tiny_world_prompt(server.object_info(), noise_seed=100 + count, length=30)
+    assert interrupt_at(server, prompt, kind, count).interrupted
     after = sample(server, prompt)
     forget(server)
     assert torch.equal(after, sample(server, prompt))
