@@ -8,17 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.host import load_pack, start_host
-
 pytestmark = pytest.mark.host
 
 TEXT_DIM = 24
 
 
 @pytest.fixture(scope="module")
-def loading():
-    start_host(cpu=True)
-    load_pack()
+def loading(host):
     return importlib.import_module("quantwm_pack.world_models.loading")
 
 

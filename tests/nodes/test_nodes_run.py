@@ -1,0 +1,97 @@
+"""What the nodes do when ComfyUI runs them: settings, refusals, progress, report and chart."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.host
+
+ENTRY = {
+    "block": 4,
+    "tokens": 1440,
+    "bytes_bf16": 8_847_360,
+    "bytes_packed": 1_400_000,
+    "bytes_unpacked": 4_000,
+    "seconds": 0.1,
+}
+
+
+@pytest.fixture
+def node(host):
+    return lambda module, name: getattr(importlib.import_module(f"quantwm_pack.nodes.{module}"), name)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """(node id, text) of everything sent to a stand-in for ComfyUI's server."""
+    messages = []
+    instance = SimpleNamespace(send_progress_text=lambda text, node_id: messages.append((node_id, text)))
+    monkeypatch.setitem(
+        sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance))
+    )
+    return messages
+
+
+def test_kv_cache_makes_settings(node):
+    chosen = {"method": "quantwm", "key_bits": "4", "value_bits": "2", "group_size": 32, "rank": 8}
+    (settings,) = node("kv_cache", "QuantWMKVCache").execute(**chosen).args
+    assert (settings.key_bits, settings.value_bits, settings.group_size, settings.rank) == (4, 2, 32, 8)
+    assert settings == type(settings)(key_bits=4, group_size=32, rank=8)
+
+
+def test_kv_cache_refuses_a_group_size_on_the_node(node):
+    kv_cache = node("kv_cache", "QuantWMKVCache")
+    assert kv_cache.validate_inputs(group_size=64) is True
+    message = kv_cache.validate_inputs(group_size=40)
+    assert "group_size" in message and "40" in message and "64" in message
+    with pytest.raises(ValueError, match="group_size"):
+        kv_cache.execute(key_bits="2", value_bits="2", group_size=40)
+
+
+def test_apply_shows_progress_on_both_nodes(node, sent, monkeypatch):
+    apply = importlib.import_module("quantwm_pack.nodes.apply")
+    context = importlib.import_module("comfy_execution.utils").CurrentNodeContext
+    attached = {}
+
+    def attach(model, settings, on_block):
+        attached["on_block"] = on_block
+        return f"patched {model}", "handle"
+
+    monkeypatch.setattr(apply.world_models, "attach", attach)
+    monkeypatch.setattr(apply.QuantWMApply, "hidden", SimpleNamespace(unique_id="4"))
+    assert apply.QuantWMApply.execute("model", "settings").args == ("patched model", "handle")
+    with context(prompt_id="p", node_id="16"):
+        attached["on_block"](ENTRY)
+    assert [node_id for node_id, _ in sent] == ["16", "4"]
+    assert sent[0][1] == "5 blocks, 1,440 tokens cached\n1.34 MiB instead of 8.44 MiB BF16 (6.3x smaller)"
+
+
+def test_progress_without_a_server(node, monkeypatch):
+    monkeypatch.delitem(sys.modules, "server", raising=False)
+    show_text = node("progress", "show_text")
+    show_text("nobody listens", node("progress", "executing_node_id")(), "4")
+
+
+def test_stats_before_any_run(node, sent, monkeypatch, tmp_path):
+    folder_paths = importlib.import_module("folder_paths")
+    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
+    stats = node("cache_stats", "QuantWMCacheStats")
+    core = importlib.import_module("quantwm_pack.quantwm_core")
+    monkeypatch.setattr(stats, "hidden", SimpleNamespace(unique_id="20", prompt=None, extra_pnginfo=None))
+    result = stats.execute(core.CacheHandle(core.CacheSettings()))
+    report, chart = result.args
+    assert "after" in report and sent == [("20", report)]
+    assert chart.shape == (1, 640, 1280, 3) and chart.dtype == torch.float32
+    assert result.ui["text"] == (report,) and (tmp_path / result.ui["images"][0]["filename"]).is_file()
+
+
+def test_load_world_model_lists_the_built_in_world_first(node):
+    schema = node("load_world_model", "QuantWMLoadWorldModel").define_schema()
+    assert schema.inputs[0].options[0] == "tiny world (built in)"
+    model = (
+        node("load_world_model", "QuantWMLoadWorldModel").execute("tiny world (built in)", "default").args[0]
+    )
+    assert hasattr(model.model.diffusion_model, "init_kv_caches")
