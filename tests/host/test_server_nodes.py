@@ -116,7 +116,7 @@ def test_off_equals_a_graph_without_the_nodes(server, sample):
     [pytest.param("progress_state", 1, id="in a step"), pytest.param("progress_text", 2, id="after a block")],
 )
 def test_run_after_an_interrupt_equals_a_fresh_run(server, sample, kind, count):
-    prompt = tiny_world_prompt(server.object_info(), noise_seed=100 + count, length=30)
+    prompt = tiny_world_prompt(server.object_info(), noise_seed=100 + count, length=18)
     assert interrupt_at(server, prompt, kind, count).interrupted
     after = sample(server, prompt)
     forget(server)
