@@ -53,7 +53,8 @@ class QuantWMCacheStats(io.ComfyNode):
     def execute(cls, cache, after=None) -> io.NodeOutput:
         report = format_report(cache)
         chart = chart_tensor(memory_chart(cache.record, cache.history))
-        show_text(report, cls.hidden.unique_id if cls.hidden else None)
+        # The report ends in the record as JSON: for scripts, not for the node.
+        show_text(report.partition("\n{")[0], cls.hidden.unique_id if cls.hidden else None)
         # ComfyUI draws `text` only on its own preview nodes; it is here for clients of the HTTP API.
         preview = ui.PreviewImage(chart, cls=cls).as_dict() | ui.PreviewText(report).as_dict()
         return io.NodeOutput(report, chart, ui=preview)

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..quantwm_core.accounting import format_bytes
 from .canvas import Box, Canvas, with_alpha
-from .units import UNITS, bytes_text
 
 WIDTH, HEIGHT = 1280, 640
 LEFT: Box = (24, 24, 736, 616)
 RIGHT: Box = (752, 24, 1256, 616)
 BAR = 38
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 BACKGROUND, PANEL, GRID = "#14161c", "#1c1f28", "#2f3440"
 TEXT, MUTED, BF16, PACKED = "#eceef4", "#9ba3b5", "#6b7387", "#5b9cff"
@@ -30,13 +31,14 @@ PARTS = (
     ("psac_c", "PSAC coefficients", "#b794ff"),
     ("psac_u", "PSAC basis", "#f77fb3"),
 )
-OTHER_COLORS = ("#e8655a", "#c9b37e", "#7fc8a9")
+OTHER_COLORS = ("#e8655a", "#7fc8a9", "#d98cd9")
 UNPACKED = ("kept in BF16", "#8d96a9")
+STATE = ("state between blocks", "#c9b37e")
 WORKSPACE = ("workspace, one layer while read", "#454c5c")
 
 EMPTY = (
-    "No run has been recorded yet.",
-    "Connect `after` to the latent that comes out of the sampler, then queue the graph.",
+    "Nothing sampled yet",
+    "Connect `after` to the sampler's output, then run the graph.",
 )
 
 
@@ -74,7 +76,8 @@ def _segments(record: dict[str, Any]) -> list[tuple[str, str, int]]:
     extra = [
         (key, OTHER_COLORS[i % len(OTHER_COLORS)], count) for i, (key, count) in enumerate(by_part.items())
     ]
-    return [part for part in [*named, *extra, (*UNPACKED, record["bytes_unpacked"])] if part[2] > 0]
+    rest = [(*UNPACKED, record["bytes_unpacked"]), (*STATE, record["bytes_state"])]
+    return [part for part in [*named, *extra, *rest] if part[2] > 0]
 
 
 def _draw_parts(canvas: Canvas, record: dict[str, Any]) -> None:
@@ -86,16 +89,18 @@ def _draw_parts(canvas: Canvas, record: dict[str, Any]) -> None:
 
     canvas.text((left, top), "KV cache at the end of the run", MUTED, size=17)
     canvas.text((left, top + 30), ratio_text(record["ratio_resident"]), TEXT, size=58, weight=0.8)
-    canvas.text((left, top + 106), f"{bytes_text(resident)} instead of {bytes_text(full)}", MUTED, size=19)
+    canvas.text(
+        (left, top + 106), f"{format_bytes(resident)} instead of {format_bytes(full)}", MUTED, size=19
+    )
 
     y = top + 160
     canvas.box((left, y, left + full * pixels, y + BAR), BF16, radius=5)
-    canvas.text((left + 12, y + BAR / 2), f"BF16  {bytes_text(full)}", TEXT, size=16, anchor="lm")
+    canvas.text((left + 12, y + BAR / 2), f"BF16  {format_bytes(full)}", TEXT, size=16, anchor="lm")
     y += BAR + 12
     end = _stack(canvas, segments, left, y, BAR, pixels)
     if workspace > 0:
         canvas.box((end + 2, y, end + 2 + workspace * pixels, y + BAR), WORKSPACE[1], radius=4, outline=MUTED)
-    label = f"this run  {bytes_text(resident)}"
+    label = f"this run  {format_bytes(resident)}"
     start = end + workspace * pixels + 12
     if start + canvas.text_width(label, 16) <= right:
         canvas.text((start, y + BAR / 2), label, TEXT, size=16, anchor="lm")
@@ -139,7 +144,7 @@ def _legend(
         x, y = left + (i % 2) * (column + 12), top + 30 * (i // 2)
         canvas.box((x, y + 3, x + 13, y + 16), color, radius=3)
         canvas.text((x + 22, y + 9.5), name, TEXT, size=15, anchor="lm")
-        numbers = f"{bytes_text(count)}   {share}" if share else bytes_text(count)
+        numbers = f"{format_bytes(count)}   {share}" if share else format_bytes(count)
         canvas.text((x + column - 14, y + 9.5), numbers, MUTED, size=15, anchor="rm")
 
 
@@ -186,7 +191,7 @@ def _draw_growth(canvas: Canvas, history: list[dict[str, Any]]) -> None:
     x = RIGHT[0] + 28
     for color, name, values in ((BF16, "BF16", full), (PACKED, "this run", resident)):
         canvas.box((x, RIGHT[1] + 66, x + 13, RIGHT[1] + 79), color, radius=3)
-        label = f"{name} {bytes_text(values[-1])}"
+        label = f"{name} {format_bytes(values[-1])}"
         canvas.text((x + 22, RIGHT[1] + 72.5), label, TEXT, size=16, anchor="lm")
         x += 22 + canvas.text_width(label, 16) + 32
 

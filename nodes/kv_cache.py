@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..quantwm_core import METHODS, CacheSettings
+from ..quantwm_core import BITS, METHODS, CacheSettings
+from ..quantwm_core.settings import BACKENDS, CACHE_DEVICES, GROUP_SIZES, MAX_CENTROIDS, MAX_RANK
 from .sockets import CATEGORY, SettingsSocket
 
-BITS = ["2", "4", "8", "16"]
+BIT_CHOICES = [str(bits) for bits in BITS]
 
 
 class QuantWMKVCache(io.ComfyNode):
@@ -38,12 +39,13 @@ class QuantWMKVCache(io.ComfyNode):
                         "How keys and values are packed.\n"
                         "quantwm (default): our best.\n"
                         "off: plain BF16, bit-equal to ComfyUI without these nodes; use it to compare.\n"
-                        "quantwm-paper: the published method to the letter."
+                        "quantwm-paper: the published method to the letter.\n"
+                        "rtn: plain rounding, the baseline of the comparisons."
                     ),
                 ),
                 io.Combo.Input(
                     "key_bits",
-                    options=BITS,
+                    options=BIT_CHOICES,
                     default="2",
                     tooltip=(
                         "Bits for each number of a key (default 2). Keys carry most of the damage: go to 4 "
@@ -52,7 +54,7 @@ class QuantWMKVCache(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "value_bits",
-                    options=BITS,
+                    options=BIT_CHOICES,
                     default="2",
                     tooltip=(
                         "Bits for each number of a value (default 2). Values are forgiving; raise this after "
@@ -62,20 +64,20 @@ class QuantWMKVCache(io.ComfyNode):
                 io.Int.Input(
                     "group_size",
                     default=64,
-                    min=8,
-                    max=256,
-                    step=8,
+                    min=min(GROUP_SIZES),
+                    max=max(GROUP_SIZES),
+                    step=16,
                     advanced=True,
                     tooltip=(
-                        "How many numbers share one scale (default 64). Smaller follows the data more "
-                        "closely and costs more bytes."
+                        "How many numbers share one scale: 16, 32, 64 (default) or 128. Smaller follows the "
+                        "data more closely and costs more bytes."
                     ),
                 ),
                 io.Int.Input(
                     "centroids",
                     default=0,
                     min=0,
-                    max=256,
+                    max=MAX_CENTROIDS,
                     advanced=True,
                     tooltip=(
                         "Size of the codebook that is subtracted before rounding. 0 (default) chooses it "
@@ -87,7 +89,7 @@ class QuantWMKVCache(io.ComfyNode):
                     "candidates",
                     default=4,
                     min=1,
-                    max=16,
+                    max=MAX_CENTROIDS,
                     advanced=True,
                     tooltip=(
                         "How many nearby centroids are tried for each token (default 4). More is a little "
@@ -98,7 +100,7 @@ class QuantWMKVCache(io.ComfyNode):
                     "rank",
                     default=0,
                     min=0,
-                    max=64,
+                    max=MAX_RANK,
                     advanced=True,
                     tooltip=(
                         "Directions in which the remaining error of keys is stored as well. 0 (default) is "
@@ -141,7 +143,7 @@ class QuantWMKVCache(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "cache_device",
-                    options=["gpu", "cpu"],
+                    options=list(CACHE_DEVICES),
                     default="gpu",
                     advanced=True,
                     tooltip=(
@@ -151,7 +153,7 @@ class QuantWMKVCache(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "backend",
-                    options=["auto", "triton", "torch"],
+                    options=list(BACKENDS),
                     default="auto",
                     advanced=True,
                     tooltip=(

@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_execution.utils import get_executing_context
 
-from .units import bytes_text
+from ..quantwm_core.accounting import format_bytes
 
 
 def show_text(text: str, *node_ids: str | None) -> None:
@@ -31,10 +31,14 @@ def executing_node_id() -> str | None:
 
 
 def block_text(entry: dict[str, Any]) -> str:
-    """Two short lines about a cache that has just grown, from an entry of `CacheHandle.history`."""
+    """Three lines, short enough for a narrow node, about a cache that has just grown.
+
+    `entry` is one of `CacheHandle.history`.
+    """
     resident = entry["bytes_packed"] + entry["bytes_unpacked"]
     ratio = entry["bytes_bf16"] / max(resident, 1)
     return (
         f"{entry['block'] + 1} blocks, {entry['tokens']:,} tokens cached\n"
-        f"{bytes_text(resident)} instead of {bytes_text(entry['bytes_bf16'])} BF16 ({ratio:.1f}x smaller)"
+        f"{format_bytes(resident)} instead of {format_bytes(entry['bytes_bf16'])}\n"
+        f"{ratio:.1f}x smaller than BF16"
     )

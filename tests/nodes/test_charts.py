@@ -32,6 +32,7 @@ def record(scale: int = 1000, **changes) -> dict:
         "bytes_bf16": full,
         "bytes_packed": packed,
         "bytes_unpacked": 0,
+        "bytes_state": 0,
         "bytes_workspace_peak": 0,
         "bytes_by_part": parts,
         "ratio_packed": full / packed,
@@ -103,11 +104,3 @@ def test_no_run_yet(charts):
 )
 def test_ratio_in_words(charts, ratio, words):
     assert charts.ratio_text(ratio) == words
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1536, "1.50 KiB"), (6.43 * 2**30, "6.43 GiB")],
-)
-def test_bytes_in_words(host, count, words):
-    assert importlib.import_module("quantwm_pack.nodes.units").bytes_text(count) == words

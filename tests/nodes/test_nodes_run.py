@@ -66,7 +66,9 @@ def test_apply_shows_progress_on_both_nodes(node, sent, monkeypatch):
     with context(prompt_id="p", node_id="16"):
         attached["on_block"](ENTRY)
     assert [node_id for node_id, _ in sent] == ["16", "4"]
-    assert sent[0][1] == "5 blocks, 1,440 tokens cached\n1.34 MiB instead of 8.44 MiB BF16 (6.3x smaller)"
+    assert sent[0][1] == (
+        "5 blocks, 1,440 tokens cached\n1.34 MiB instead of 8.44 MiB\n6.3x smaller than BF16"
+    )
 
 
 def test_progress_without_a_server(node, monkeypatch):
