@@ -97,5 +97,5 @@ def test_help_pages_name_every_input(schemas):
     assert pages.keys() == schemas.keys()
     for key, schema in schemas.items():
         assert pages[key].startswith(f"# {schema.display_name}\n")
-        missing = [entry.id for entry in schema.inputs if f"`{entry.id}`" not in pages[key]]
+        missing = [entry.id for entry in schema.inputs if f"**{entry.id}**" not in pages[key]]
         assert not missing, f"{key}: {missing}"
