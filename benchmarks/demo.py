@@ -17,6 +17,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from quantwm_core.accounting import format_bytes
+
 from .host import ROOT
 from .pictures import contact_sheet, psnr, side_by_side, write_video
 from .server import ComfyServer, Event, comfy_server
@@ -28,7 +30,6 @@ RUNS = {
 }
 FRAMES_NODE = "demo_frames"
 VIDEO_RATE = 8
-MEGABYTE = 1e6
 
 
 @dataclass
@@ -42,26 +43,33 @@ class Run:
 
 
 class Progress:
-    """Prints the text that nodes show while the timed node works, and takes its time."""
+    """Prints how the timed node gets on (the text it shows, else its steps), and takes its time."""
 
     def __init__(self, timed_node: str):
         self.timed_node = timed_node
         self.seconds = 0.0
         self._started: float | None = None
+        self._has_text = False
         self._last = ""
 
     def __call__(self, event: Event) -> None:
         data = event["data"]
-        if event["type"] == "progress_text" and self._started is not None:
-            self._show(data["text"])
-        elif event["type"] == "executing":
+        if event["type"] == "executing":
             now = time.monotonic()
             if self._started is not None:
                 self.seconds += now - self._started
             self._started = now if data["node"] == self.timed_node else None
+        elif self._started is None:
+            return
+        elif event["type"] == "progress_text":
+            self._has_text = True
+            self._show(", ".join(data["text"].splitlines()))
+        elif event["type"] == "progress_state" and not self._has_text:
+            state = data["nodes"].get(self.timed_node)
+            if state and state["value"]:
+                self._show(f"step {state['value']:.0f} of {state['max']:.0f}")
 
-    def _show(self, text: str) -> None:
-        line = ", ".join(text.splitlines())
+    def _show(self, line: str) -> None:
         if line != self._last:
             print(f"  {line}", flush=True)
         self._last = line
@@ -119,23 +127,24 @@ def warm_up(server: ComfyServer, prompt: dict, given: int) -> None:
     server.run(prompt)
 
 
-def caption(run: Run) -> str:
+def resident(record: dict) -> int:
+    """Bytes of all that the cache holds at the end of a run."""
+    return record["bytes_packed"] + record["bytes_unpacked"] + record["bytes_state"]
+
+
+def caption(record: dict) -> str:
     """Title of a rollout: what its cache took at the end."""
-    record = run.record
-    megabytes = (record["bytes_packed"] + record["bytes_unpacked"]) / MEGABYTE
     if record["method"] == "off":
-        return f"full precision: cache {megabytes:.1f} MB"
+        return f"full precision: {format_bytes(record['bytes_bf16'])} of cache in BF16"
     bits = f"{record['key_bits']}-bit keys, {record['value_bits']}-bit values"
-    return f"QuantWM, {bits}: cache {megabytes:.1f} MB"
+    return f"QuantWM, {bits}: {format_bytes(resident(record))} of cache"
 
 
 def write_pictures(out: Path, off: Run, packed: Run, given: int) -> None:
     """Write demo.mp4, frames.png and memory.png."""
-    titles = [caption(off), caption(packed)]
+    titles = [caption(off.record), caption(packed.record)]
     total = len(off.frames)
-    footers = [
-        f"frame {index + 1} of {total}: {'given' if index < given else 'generated'}" for index in range(total)
-    ]
+    footers = [f"frame {index + 1} of {total}: {'given' if index < given else 'generated'}" for index in range(total)]
     pictures = [
         side_by_side(left, right, titles, footer)
         for left, right, footer in zip(off.frames, packed.frames, footers, strict=True)
@@ -150,11 +159,10 @@ def write_pictures(out: Path, off: Run, packed: Run, given: int) -> None:
 def summary_lines(off: Run, packed: Run, given: int, decibels: float, out: Path) -> list[str]:
     """What a person wants to know, in five lines."""
     record, total = packed.record, len(packed.frames)
-    resident = record["bytes_packed"] + record["bytes_unpacked"]
     return [
         f"world    {total} frames: {given} given, {total - given} generated",
-        f"memory   {record['tokens']} tokens in {resident / MEGABYTE:.2f} MB, not "
-        f"{record['bytes_bf16'] / MEGABYTE:.2f} MB: {record['ratio_resident']:.1f}x smaller",
+        f"memory   {record['tokens']} tokens in {format_bytes(resident(record))}, not "
+        f"{format_bytes(record['bytes_bf16'])} in BF16: {record['ratio_resident']:.1f}x smaller",
         f"picture  {decibels:.1f} dB PSNR between the two, over the generated frames",
         f"time     {off.seconds:.1f} s of sampling at full precision, {packed.seconds:.1f} s in 2 bits",
         f"files    {out}/demo.mp4, frames.png, memory.png, summary.json",

@@ -17,9 +17,7 @@ Frames = Sequence[Image.Image]
 
 def psnr(first: Frames, second: Frames) -> float:
     """Peak signal-to-noise ratio in dB over all pixels of two equally long rollouts, at most 100."""
-    difference = np.stack(
-        [np.asarray(a, np.float64) - np.asarray(b) for a, b in zip(first, second, strict=True)]
-    )
+    difference = np.stack([np.asarray(a, np.float64) - np.asarray(b) for a, b in zip(first, second, strict=True)])
     error = (difference**2).mean()
     return 100.0 if error == 0 else min(100.0, float(10 * np.log10(255**2 / error)))
 
@@ -53,9 +51,7 @@ def contact_sheet(rows: Sequence[Frames], titles: Sequence[str], captions: Seque
     """One row of frames for each rollout, a title above each row, a caption under each column."""
     width, height = rows[0][0].width, rows[0][0].height
     columns = len(rows[0])
-    canvas = Image.new(
-        "RGB", (columns * (width + GAP) + GAP, len(rows) * (height + STRIP) + STRIP), BACKGROUND
-    )
+    canvas = Image.new("RGB", (columns * (width + GAP) + GAP, len(rows) * (height + STRIP) + STRIP), BACKGROUND)
     draw = ImageDraw.Draw(canvas)
     font = ImageFont.load_default(15)
     for index, (row, title) in enumerate(zip(rows, titles, strict=True)):

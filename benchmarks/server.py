@@ -22,6 +22,8 @@ import websocket
 from .host import ROOT, comfyui_path
 
 START_SECONDS = 180
+# Threads of torch that wait by spinning starve each other, and all else, on a machine that is busy.
+PATIENT_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 TEXT_EVENT = 3  # comfy's BinaryEventTypes.TEXT
 END_EVENTS = ("execution_success", "execution_error", "execution_interrupted")
 
@@ -218,7 +220,7 @@ def comfy_server(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                env={**PATIENT_THREADS, **os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
             )
         server = ComfyServer(port, folder, log_path, process)
         try:

@@ -78,11 +78,7 @@ def node_ids() -> list[str]:
     found = []
     for path in sorted((ROOT / "nodes").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.keyword)
-                and node.arg == "node_id"
-                and isinstance(node.value, ast.Constant)
-            ):
+            if isinstance(node, ast.keyword) and node.arg == "node_id" and isinstance(node.value, ast.Constant):
                 found.append(node.value.value)
     return found
 
@@ -137,9 +133,7 @@ def test_installing_the_requirements_replaces_nothing(tmp_path):
     python = next(path for path in (tmp_path / "env").glob("*/python*") if path.stem == "python")
     packages = next((tmp_path / "env").glob("[lL]ib/**/site-packages"))
     (packages / "torch-99.0.dist-info").mkdir()
-    (packages / "torch-99.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n"
-    )
+    (packages / "torch-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--dry-run", "--no-index"]
     result = subprocess.run([*command, "-r", str(ROOT / "requirements.txt")], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -176,9 +170,7 @@ def test_every_node_has_a_help_page():
     assert node_ids()
     pages = ROOT / "web" / "docs"
     missing = [
-        name
-        for name in node_ids()
-        if not any((pages / page).is_file() for page in (f"{name}.md", f"{name}/en.md"))
+        name for name in node_ids() if not any((pages / page).is_file() for page in (f"{name}.md", f"{name}/en.md"))
     ]
     assert not missing
 
@@ -201,6 +193,4 @@ def test_workflow_has_a_thumbnail_and_known_owners(path):
 
 
 def test_weights_fit_a_plain_git_repository():
-    assert not [
-        path for path in ROOT.glob("world_models/**/*.safetensors") if path.stat().st_size >= 16_000_000
-    ]
+    assert not [path for path in ROOT.glob("world_models/**/*.safetensors") if path.stat().st_size >= 16_000_000]

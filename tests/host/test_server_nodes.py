@@ -100,7 +100,7 @@ def test_run_in_two_bits_reports_what_it_saved(server, prompt, method):
     assert record["ratio_packed"] > 4
     assert server.file(stats["images"][0])[:4] == b"\x89PNG"
     texts = [event["data"]["text"] for event in events if event["type"] == "progress_text"]
-    assert [text for text in texts if "blocks" in text], "no progress text while sampling"
+    assert [text for text in texts if "tokens cached" in text], "no progress text while sampling"
 
 
 def test_off_equals_a_graph_without_the_nodes(server, sample):
