@@ -1,0 +1,134 @@
+"""What a run's cache really took, in bytes, from the storages that exist."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from .record import CacheHandle
+from .span import PARTS
+
+if TYPE_CHECKING:
+    from .cache import CacheGeometry, WorldCache
+    from .settings import CacheSettings
+
+GIB = 1 << 30
+
+
+def build_record(cache: WorldCache) -> dict:
+    """The record of a run, JSON-ready.
+
+    bytes_unpacked: keys and values held in full precision; bytes_state: what the method keeps between spans;
+    bytes_workspace_peak: the largest decoded layer, alive only while that layer attends.
+    ratio_packed: BF16 size of the packed scalars over their packed bytes; ratio_resident: BF16 size of everything
+    over all that is resident when the run ends (packed, unpacked and state).
+    """
+    usage = cache.usage()
+    geometry, settings, layers = cache.geometry, cache.settings, cache.layers
+    tokens = layers[0].committed
+    packed = sum(usage[part] for part in PARTS)
+    unpacked = usage["raw"] + usage["blocks"]
+    resident = packed + unpacked + usage["state"]
+    bf16 = geometry.bytes_bf16(tokens)
+    elements = sum(layer.packed_elements() for layer in layers)
+    return {
+        "method": settings.method,
+        "key_bits": settings.key_bits,
+        "value_bits": settings.value_bits,
+        "backend": "torch",
+        "layers": geometry.layers,
+        "heads": geometry.heads,
+        "head_dim": geometry.head_dim,
+        "tokens": tokens,
+        "blocks": layers[0].blocks,
+        "bytes_bf16": bf16,
+        "bytes_packed": packed,
+        "bytes_unpacked": unpacked,
+        "bytes_state": usage["state"],
+        "bytes_workspace_peak": max(layer.workspace_bytes for layer in layers),
+        "bytes_by_part": {part: usage[part] for part in PARTS},
+        "ratio_packed": _ratio(2 * elements, packed),
+        "ratio_resident": _ratio(bf16, resident),
+        "encode_seconds": round(cache.encode_watch.seconds(), 4),
+        "decode_seconds": round(cache.decode_watch.seconds(), 4),
+        "pack_events": sum(layer.pack_events for layer in layers),
+    }
+
+
+def native_record(settings: CacheSettings, geometry: CacheGeometry, tokens: int, resident: int) -> dict:
+    """Record of a run on the host's own cache of `resident` bytes, which knows no blocks."""
+    bf16 = geometry.bytes_bf16(tokens)
+    return {
+        "method": settings.method,
+        "key_bits": settings.key_bits,
+        "value_bits": settings.value_bits,
+        "backend": "host",
+        "layers": geometry.layers,
+        "heads": geometry.heads,
+        "head_dim": geometry.head_dim,
+        "tokens": tokens,
+        "blocks": 0,
+        "bytes_bf16": bf16,
+        "bytes_packed": 0,
+        "bytes_unpacked": resident,
+        "bytes_state": 0,
+        "bytes_workspace_peak": 0,
+        "bytes_by_part": dict.fromkeys(PARTS, 0),
+        "ratio_packed": 1.0,
+        "ratio_resident": _ratio(bf16, resident),
+        "encode_seconds": 0.0,
+        "decode_seconds": 0.0,
+        "pack_events": 0,
+    }
+
+
+# Scales, ids, codebooks and corrections beside the codes; generous, for planning memory before a run.
+OVERHEAD_BITS = 1.25
+
+
+def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int) -> int:
+    """Memory to plan for a run of `tokens` tokens: packed cache plus one decoded layer."""
+    bits = [b if b == 16 else b + OVERHEAD_BITS for b in (settings.key_bits, settings.value_bits)]
+    bf16 = geometry.bytes_bf16(tokens)
+    stored = 0 if settings.cache_device == "cpu" else bf16 * sum(bits) / 32
+    return round(stored + bf16 / geometry.layers)
+
+
+def _ratio(numerator: int, denominator: int) -> float:
+    return round(numerator / denominator, 4) if denominator else 1.0
+
+
+def format_bytes(count: int) -> str:
+    """Human size with three significant digits, binary units."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1000 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.3g} {unit}"
+
+
+def format_report(handle: CacheHandle) -> str:
+    """A few lines for people, then the record as one line of JSON; says so when nothing was sampled yet."""
+    record = handle.record
+    if record is None:
+        return "Nothing sampled yet. Connect `after` to the sampler's output so that this node runs after it."
+    resident = record["bytes_packed"] + record["bytes_unpacked"] + record["bytes_state"]
+    parts = {n: b for n, b in record["bytes_by_part"].items() if b}
+    lines = [
+        f"{record['ratio_resident']:.1f}x smaller: {format_bytes(resident)} instead of "
+        f"{format_bytes(record['bytes_bf16'])} in BF16",
+        f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit, "
+        f"backend {record['backend']}",
+        f"{record['tokens']:,} tokens in {record['blocks']} blocks, {record['layers']} layers x "
+        f"{record['heads']} heads x {record['head_dim']}",
+    ]
+    if parts:
+        lines.append("parts: " + ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items()))
+    lines.append(
+        f"kept in full precision {format_bytes(record['bytes_unpacked'])}, method state "
+        f"{format_bytes(record['bytes_state'])}, workspace {format_bytes(record['bytes_workspace_peak'])}"
+    )
+    lines.append(f"encode {record['encode_seconds']:.2f} s, decode {record['decode_seconds']:.2f} s")
+    lines.append(json.dumps(record))
+    return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""All layers of one run: created when sampling starts, dropped when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .accounting import build_record
+from .layer_cache import LayerCache
+from .methods import Method, build_method
+from .settings import CacheSettings
+from .stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """Shape of a model's cache."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    batch: int = 1
+
+    def bytes_bf16(self, tokens: int) -> int:
+        """Keys and values of `tokens` tokens at two bytes a scalar."""
+        return 4 * self.layers * self.heads * self.head_dim * self.batch * tokens
+
+
+class WorldCache:
+    """Owns the layers, the accounting and the lifetime of one sampling run.
+
+    Args:
+        value_metrics: per layer, a function giving the Gram matrix `[H, D, D]` of the output projection.
+        method: overrides the one that `settings` name (ablations).
+        on_block: called with a history entry after the last layer has committed a block.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        geometry: CacheGeometry,
+        device: torch.device | None = None,
+        value_metrics: Sequence[Callable[[], torch.Tensor]] | None = None,
+        method: Method | None = None,
+        on_block: Callable[[dict], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.geometry = geometry
+        self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
+        method = method or build_method(settings)
+        metrics = value_metrics or [None] * geometry.layers
+        self.layers = [
+            LayerCache(settings, method, metric, device, self.encode_watch, self.decode_watch) for metric in metrics
+        ]
+        self.history: list[dict] = []
+        self._on_block = on_block
+        self._started = time.perf_counter()
+
+    def commit(self, layer: int) -> None:
+        """Commit one layer's appended tokens; the last layer completes the block."""
+        self.layers[layer].commit()
+        if layer == self.geometry.layers - 1:
+            self._block_done()
+
+    def usage(self) -> Counter[str]:
+        """Resident bytes by part over all layers."""
+        total: Counter[str] = Counter()
+        for layer in self.layers:
+            total.update(layer.usage())
+        return total
+
+    def record(self) -> dict:
+        """Everything measured so far, JSON-ready; see `accounting.build_record`."""
+        return build_record(self)
+
+    def _block_done(self) -> None:
+        record_usage = self.usage()
+        raw = record_usage["raw"] + record_usage["blocks"]
+        tokens = self.layers[-1].committed
+        entry = {
+            "block": self.layers[-1].blocks - 1,
+            "tokens": tokens,
+            "bytes_bf16": self.geometry.bytes_bf16(tokens),
+            "bytes_packed": sum(record_usage.values()) - raw - record_usage["state"],
+            "bytes_unpacked": raw + record_usage["state"],
+            "seconds": round(time.perf_counter() - self._started, 3),
+        }
+        self.history.append(entry)
+        if self._on_block is not None:
+            self._on_block(entry)
+
+
+__all__ = ["CacheGeometry", "LayerCache", "WorldCache"]

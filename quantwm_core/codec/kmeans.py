@@ -1,0 +1,47 @@
+"""Deterministic k-means: seeded from the data's own order, no random numbers, no floating-point atomics."""
+
+from __future__ import annotations
+
+import torch
+
+ITERATIONS = 5
+# Bound on the [N, chunk, K] distance table, in elements (64 MiB of float32).
+CHUNK_ELEMENTS = 1 << 24
+
+
+def token_chunks(heads: int, tokens: int, centroids: int) -> list[slice]:
+    """Slices of the token axis that keep a `[heads, chunk, centroids]` table within the bound."""
+    size = max(1, CHUNK_ELEMENTS // max(1, heads * centroids))
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def nearest_centroid(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Index int64 `[N, S]` of the closest row of `centroids` `[N, K, D]` for each row of `x` `[N, S, D]`."""
+    half_norms = centroids.square().sum(-1).unsqueeze(1) / 2
+    pieces = []
+    for part in token_chunks(x.shape[0], x.shape[1], centroids.shape[1]):
+        pieces.append((half_norms - x[:, part] @ centroids.transpose(1, 2)).argmin(-1))
+    return torch.cat(pieces, dim=1)
+
+
+def kmeans(x: torch.Tensor, count: int, iterations: int = ITERATIONS) -> torch.Tensor:
+    """Centroids float `[N, K, D]` of `x` `[N, S, D]`, with K = min(count, S); an empty cluster keeps its centroid."""
+    tokens = x.shape[1]
+    count = min(count, tokens)
+    start = torch.arange(count, device=x.device) * tokens // count
+    centroids = x[:, start].clone()
+    for _ in range(iterations):
+        centroids = _update(x, centroids)
+    return centroids
+
+
+def _update(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    heads, count, _ = centroids.shape
+    sums = torch.zeros_like(centroids)
+    sizes = x.new_zeros(heads, count)
+    ids = nearest_centroid(x, centroids)
+    for part in token_chunks(heads, x.shape[1], count):
+        member = torch.nn.functional.one_hot(ids[:, part], count).to(x.dtype)
+        sums += member.transpose(1, 2) @ x[:, part]
+        sizes += member.sum(1)
+    return torch.where(sizes[..., None] > 0, sums / sizes[..., None].clamp_min(1), centroids)

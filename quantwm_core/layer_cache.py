@@ -1,0 +1,296 @@
+"""One layer's keys and values: packed spans, blocks that stay in full precision, and the way back to plain tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .methods import LayerState, Method
+from .query_stats import QueryStats, RunningMoment, second_moment
+from .settings import CacheSettings
+from .span import PackedSpan, part_of, storage_bytes
+from .stopwatch import Stopwatch
+
+
+@dataclass
+class RawBlock:
+    """A block in full precision: `[B, S, H, D]` keys and values, and its queries' second moment if a method asks."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    moment: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.k.shape[1]
+
+    def narrow(self, tokens: int) -> RawBlock:
+        return RawBlock(self.k[:, :tokens].clone(), self.v[:, :tokens].clone(), self.moment)
+
+
+@dataclass
+class Entry:
+    """A stored piece and the number of committed blocks in it."""
+
+    stored: RawBlock | PackedSpan
+    blocks: int = 1
+
+
+class LayerCache:
+    """History of one layer. Positions are plain ints; nothing here synchronises with the device.
+
+    `append` adds tokens at the end, `commit` makes them history and packs what the settings allow, `rewind` drops
+    tokens from the end, `read` gives everything back as plain tensors, `attend` attends to history and live tokens.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        method: Method,
+        value_metric: Callable[[], torch.Tensor] | None = None,
+        device: torch.device | None = None,
+        encode_watch: Stopwatch | None = None,
+        decode_watch: Stopwatch | None = None,
+    ) -> None:
+        self.settings = settings
+        self.method = method
+        self.state = LayerState(value_metric)
+        self.device = device
+        self.entries: list[Entry] = []
+        self.pending: list[RawBlock] = []
+        self._observed = RunningMoment()
+        self.pack_events = 0
+        self.workspace_bytes = 0
+        self._encode_watch = encode_watch or Stopwatch()
+        self._decode_watch = decode_watch or Stopwatch()
+        self._usage: Counter[str] = Counter()
+        self._seen: set[int] = set()
+
+    @property
+    def end(self) -> int:
+        """Tokens held, committed or not."""
+        return self.committed + sum(block.tokens for block in self.pending)
+
+    @property
+    def committed(self) -> int:
+        return sum(entry.stored.tokens for entry in self.entries)
+
+    @property
+    def blocks(self) -> int:
+        """Committed blocks."""
+        return sum(entry.blocks for entry in self.entries)
+
+    def observe(self, queries: torch.Tensor) -> None:
+        """Note queries `[B, T, H, D]` of one pass over the block that will be appended next.
+
+        Noisy passes ask differently than the clean one, and later blocks will ask in both ways: each pass counts alike.
+        """
+        if self.method.uses_queries:
+            self._observed.add(second_moment(queries))
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None = None) -> None:
+        """Add a block `[B, S, H, D]`; `queries` are those that met these keys, in the same coordinates.
+
+        Raises:
+            ValueError: when batch, heads or head width differ from what the cache holds.
+        """
+        self._check_shape(k, v)
+        if queries is not None:
+            self.observe(queries)
+        self.pending.append(RawBlock(k, v, self._observed.take()))
+
+    def commit(self) -> None:
+        """Make appended blocks history, and pack every block that no setting keeps in full precision."""
+        self.entries.extend(Entry(block) for block in self.pending)
+        self.pending.clear()
+        self._pack_ready_blocks()
+        for entry in self.entries:
+            self._own_storage(entry)
+        self._recount_raw()
+
+    def rewind(self, tokens: int) -> None:
+        """Drop the last `tokens` tokens.
+
+        Raises:
+            ValueError: when fewer are held.
+        """
+        if not 0 <= tokens <= self.end:
+            raise ValueError(f"rewind takes 0 to {self.end} tokens (all that the cache holds); got {tokens}.")
+        while tokens and self.pending:
+            tokens = self._shorten(self.pending, tokens)
+        stored = [entry.stored for entry in self.entries]
+        before = len(stored)
+        if not tokens:
+            return
+        while tokens:
+            tokens = self._shorten(stored, tokens)
+        del self.entries[len(stored) :]
+        if stored:
+            self.entries[-1].stored = stored[-1]
+        if not stored and before:
+            self.state = LayerState(self.state.value_metric)
+        self._recount()
+
+    def read(self, live_k: torch.Tensor | None = None, live_v: torch.Tensor | None = None):
+        """Everything held, followed by the live tokens: contiguous `[B, S, H, D]` keys and values.
+
+        The result is a workspace for one layer; drop it before reading the next one.
+        """
+        live = [] if live_k is None else [RawBlock(live_k, live_v)]
+        pieces = [entry.stored for entry in self.entries] + self.pending + live
+        if not pieces:
+            raise ValueError("the cache is empty and no live tokens were given: nothing to read.")
+        if len(pieces) == 1 and live:
+            return live_k, live_v
+        with self._decode_watch:
+            return self._gather(pieces)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """`attention(q, k, v)` of `queries` over history and the live block; all `[B, S, H, D]`."""
+        self._check_shape(k, v)
+        keys, values = self.read(k, v)
+        return attention(queries, keys, values)
+
+    def usage(self) -> Counter[str]:
+        """Resident bytes by part, from real storages; `raw` is what stays in full precision, `state` what methods keep."""
+        usage = Counter(self._usage)
+        usage["state"] += self.state.nbytes(set(self._seen))
+        return usage
+
+    def packed_elements(self) -> int:
+        """Scalars (of keys and values) stored in fewer than 16 bits."""
+        total = 0
+        for span in self._spans():
+            sides = (span.key_bits != 16) + (span.value_bits != 16)
+            total += sides * span.batch * span.tokens * span.heads * span.head_dim
+        return total
+
+    def _spans(self) -> Iterator[PackedSpan]:
+        return (entry.stored for entry in self.entries if isinstance(entry.stored, PackedSpan))
+
+    def _check_shape(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        held = next((entry.stored for entry in self.entries), None) or next(iter(self.pending), None)
+        if k.ndim != 4 or k.shape != v.shape:
+            raise ValueError(f"keys and values must share a shape [B, S, H, D]; got {k.shape} and {v.shape}.")
+        if held is None:
+            return
+        if isinstance(held, PackedSpan):
+            expected = (held.batch, held.heads, held.head_dim)
+        else:
+            expected = (held.k.shape[0], *held.k.shape[2:])
+        if (k.shape[0], *k.shape[2:]) != expected:
+            raise ValueError(
+                f"every block of a cache needs the same batch, heads and head width {expected}; "
+                f"got {(k.shape[0], *k.shape[2:])}. With classifier-free guidance the batch changes: set cfg to 1."
+            )
+
+    def _pack_ready_blocks(self) -> None:
+        s = self.settings
+        per_span = max(1, s.span_blocks)
+        last = self.blocks - s.keep_recent_blocks
+        ready: list[int] = []
+        block = 0
+        for index, entry in enumerate(self.entries):
+            if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= block < last:
+                ready.append(index)
+            block += entry.blocks
+        # Whole spans only, from the oldest on; replaced back to front so that indices stay valid.
+        groups = [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
+        packed = [(group, self._pack([self.entries[i].stored for i in group])) for group in groups]
+        for group, span in reversed(packed):
+            self.entries[group[0] : group[-1] + 1] = [Entry(span, len(group))]
+
+    def _pack(self, blocks: list[RawBlock]) -> PackedSpan:
+        k, v = blocks[0].k, blocks[0].v
+        if len(blocks) > 1:
+            k = torch.cat([block.k for block in blocks], dim=1)
+            v = torch.cat([block.v for block in blocks], dim=1)
+        with self._encode_watch:
+            stats = QueryStats(own=_mean_moment(blocks), earlier=self.state.earlier.moment)
+            span = self.method.encode(k, v, stats, self.state)
+            if self.method.uses_earlier_queries and stats.own is not None:
+                self.state.earlier.add(stats.own, k.shape[1])
+        self.pack_events += 1
+        if self.settings.cache_device == "cpu":
+            span = self._offload(span)
+        self._count(span)
+        return span
+
+    def _offload(self, span: PackedSpan) -> PackedSpan:
+        """Move what belongs to this span alone to the CPU; shared pieces stay where encoding needs them."""
+        shared = {t.untyped_storage().data_ptr() for t in self.state.shared.values()}
+        own = {n: t for n, t in span.tensors.items() if t.untyped_storage().data_ptr() not in shared}
+        span.tensors |= {n: t.to("cpu") for n, t in own.items()}
+        return span
+
+    def _gather(self, pieces: list[RawBlock | PackedSpan]) -> tuple[torch.Tensor, torch.Tensor]:
+        first = pieces[0]
+        if isinstance(first, PackedSpan):
+            batch, heads, width, dtype = first.batch, first.heads, first.head_dim, first.dtype
+            device = self.device or next(iter(first.tensors.values())).device
+        else:
+            batch, heads, width, dtype = first.k.shape[0], *first.k.shape[2:], first.k.dtype
+            device = first.k.device
+        total = sum(piece.tokens for piece in pieces)
+        keys, values = torch.empty(2, batch, total, heads, width, dtype=dtype, device=device)
+        self.workspace_bytes = max(self.workspace_bytes, 2 * keys.numel() * keys.element_size())
+        start = 0
+        for piece in pieces:
+            part = slice(start, start + piece.tokens)
+            if isinstance(piece, PackedSpan):
+                keys[:, part], values[:, part] = self.method.decode(piece.to(device))
+            else:
+                keys[:, part], values[:, part] = piece.k, piece.v
+            start += piece.tokens
+        return keys, values
+
+    @staticmethod
+    def _shorten(pieces: list, tokens: int) -> int:
+        """Drop up to `tokens` tokens of the last piece; returns how many are left to drop."""
+        last = pieces[-1]
+        if last.tokens <= tokens:
+            pieces.pop()
+            return tokens - last.tokens
+        pieces[-1] = last.narrow(last.tokens - tokens)
+        return 0
+
+    def _own_storage(self, entry: Entry) -> None:
+        """A block that stays must not keep a larger tensor alive through a view."""
+        block = entry.stored
+        if isinstance(block, RawBlock) and block.k.untyped_storage().nbytes() > block.k.nbytes:
+            entry.stored = RawBlock(block.k.clone(), block.v.clone(), block.moment)
+
+    def _recount(self) -> None:
+        self._usage.clear()
+        self._seen.clear()
+        for span in self._spans():
+            self._count(span)
+        self._recount_raw()
+
+    def _count(self, span: PackedSpan) -> None:
+        for name, tensor in span.tensors.items():
+            self._usage[part_of(name)] += storage_bytes((tensor,), self._seen)
+
+    def _recount_raw(self) -> None:
+        blocks = [entry.stored for entry in self.entries if isinstance(entry.stored, RawBlock)]
+        tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
+        self._usage["blocks"] = storage_bytes(tensors)
+
+
+def _mean_moment(blocks: list[RawBlock]) -> torch.Tensor | None:
+    """Token-weighted mean of the blocks' moments, or None when any is missing."""
+    if any(block.moment is None for block in blocks):
+        return None
+    if len(blocks) == 1:
+        return blocks[0].moment
+    tokens = sum(block.tokens for block in blocks)
+    return sum(block.moment * (block.tokens / tokens) for block in blocks)

@@ -1,0 +1,192 @@
+"""`quantwm`: the paper's centroids and query-subspace correction, with what we found beyond it.
+
+Against `quantwm-paper` at the same bit width:
+- statistics of the span's own queries, so the first span is corrected too (an image or video to continue *is* the
+  first span), and nothing has to be remembered between spans;
+- error feedback across channels under the query metric for keys and the output projection's metric for values;
+- a mid-rise grid with 4-bit logarithmic scales instead of zero-points and INT8 scales;
+- twice the rank with INT4 coefficients, 4-bit centroids, and bases and value codebooks shared between spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..codec.bits import pack_bits, unpack_bits
+from ..codec.codebook import Codebook, gather_centroids
+from ..codec.feedback import feedback_matrix, quantize_with_feedback
+from ..codec.kmeans import kmeans, nearest_centroid
+from ..codec.midrise import (
+    channel_steps,
+    decode_log_scales,
+    encode_log_scales,
+    midrise_dequantize,
+    midrise_quantize,
+    midrise_step,
+    scale_format,
+)
+from ..codec.psac import decode_coefficients_int4, encode_coefficients_int4, leading_eigenvectors
+from ..codec.qsac import assign_query_sensitive, channel_weights
+from ..query_stats import QueryStats
+from ..settings import MAX_CENTROIDS, CacheSettings
+from ..span import PackedSpan, by_heads, from_heads
+from .base import LayerState, raw_copy
+
+KEY_TOKENS_PER_CENTROID = 32
+VALUE_TOKENS_PER_CENTROID = 16
+
+
+def automatic_rank(head_dim: int) -> int:
+    """An eighth of the head width, rounded up to whole bytes of INT4 coefficients."""
+    return 2 * -(-head_dim // 16)
+
+
+@dataclass(frozen=True)
+class QuantWM:
+    """Our default method. `feedback` and `correction` switch parts off for ablations."""
+
+    settings: CacheSettings
+    feedback: bool = True
+    correction: bool = True
+    name: str = "quantwm"
+    uses_queries: bool = True
+    uses_earlier_queries: bool = False
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan:
+        batch, tokens, heads, head_dim = k.shape
+        s = self.settings
+        moment = None if stats.own is None else stats.own.flatten(0, 1)
+        rank = 0
+        if s.key_bits == 16:
+            tensors = {"k_raw": raw_copy(k)}
+        else:
+            rank = self._rank(head_dim) if moment is not None and self.correction else 0
+            tensors = self._encode_keys(by_heads(k), moment, rank, state)
+        if s.value_bits == 16:
+            tensors |= {"v_raw": raw_copy(v)}
+        else:
+            tensors |= self._encode_values(by_heads(v), batch, state)
+        state.tokens += tokens
+        tensors = {n: t if n.endswith("_raw") else t.unflatten(0, (batch, heads)) for n, t in tensors.items()}
+        return PackedSpan(
+            self.name, tokens, heads, head_dim, s.key_bits, s.value_bits, s.group_size, rank, k.dtype, tensors
+        )
+
+    def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, S, H, D]` in the dtype they came in."""
+        flat = {n: t if n.endswith("_raw") else t.flatten(0, 1) for n, t in span.tensors.items()}
+        keys, values = flat.get("k_raw"), flat.get("v_raw")
+        if keys is None:
+            keys = _decode_residual(flat, "k", span.key_bits, span) + _decode_correction(flat, span.rank)
+            keys = from_heads(keys, span.batch, span.dtype)
+        if values is None:
+            values = from_heads(_decode_residual(flat, "v", span.value_bits, span), span.batch, span.dtype)
+        return keys, values
+
+    def _rank(self, head_dim: int) -> int:
+        return min(self.settings.rank or automatic_rank(head_dim), head_dim)
+
+    def _centroids(self, tokens: int, tokens_per_centroid: int) -> int:
+        return self.settings.centroids or max(1, min(MAX_CENTROIDS, tokens // tokens_per_centroid))
+
+    def _encode_keys(
+        self, x: torch.Tensor, moment: torch.Tensor | None, rank: int, state: LayerState
+    ) -> dict[str, torch.Tensor]:
+        tokens = x.shape[1]
+        book = Codebook.encode(kmeans(x, self._centroids(tokens, KEY_TOKENS_PER_CENTROID)))
+        centroids = book.decode()
+        weights = channel_weights(moment, x)
+        ids = assign_query_sensitive(x, centroids, weights, self.settings.group_size, self.settings.candidates)
+        basis = _key_basis(moment, rank, tokens, state)
+        steering = _steering(moment, basis) if moment is not None and self.feedback else None
+        residual = x - gather_centroids(centroids, ids)
+        tensors, decoded = self._encode_residual("k", residual, ids, self.settings.key_bits, steering)
+        tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
+        if basis is not None:
+            coefficients, scales, factor = encode_coefficients_int4((residual - decoded) @ basis.float())
+            tensors |= {"k_psac_c": coefficients, "k_psac_c_scales": scales, "k_psac_c_factor": factor}
+            tensors["k_psac_u"] = basis
+        return tensors
+
+    def _encode_values(self, x: torch.Tensor, batch: int, state: LayerState) -> dict[str, torch.Tensor]:
+        tokens = x.shape[1]
+        if state.due("v_centroids"):
+            book = Codebook.encode(kmeans(x, self._centroids(tokens, VALUE_TOKENS_PER_CENTROID)))
+            state.learn("v_centroids", tokens, v_centroids=book.codes, v_centroids_grid=book.grid)
+        if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
+            state.learn("v_feedback", tokens, v_feedback=feedback_matrix(state.value_metric()))
+        book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
+        centroids = book.decode()
+        ids = nearest_centroid(x, centroids)
+        steering = state.shared.get("v_feedback")
+        if steering is not None:
+            steering = steering.repeat(batch, 1, 1)
+        tensors, _ = self._encode_residual(
+            "v", x - gather_centroids(centroids, ids), ids, self.settings.value_bits, steering
+        )
+        return tensors | {"v_centroids": book.codes, "v_centroids_grid": book.grid}
+
+    def _encode_residual(
+        self, prefix: str, residual: torch.Tensor, ids: torch.Tensor, bits: int, steering: torch.Tensor | None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        scale_bits, per_octave = scale_format(bits)
+        group_size = self.settings.group_size
+        wanted = midrise_step(residual, bits, group_size)
+        scale_codes, top = encode_log_scales(wanted, scale_bits, per_octave)
+        step = channel_steps(
+            decode_log_scales(scale_codes, top, scale_bits, per_octave), group_size, residual.shape[-1]
+        )
+
+        def rounding(target: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            codes = midrise_quantize(target, step[..., part], bits)
+            return codes, midrise_dequantize(codes, step[..., part], bits)
+
+        codes, decoded = quantize_with_feedback(residual, steering, rounding)
+        tensors = {
+            f"{prefix}_codes": pack_bits(codes, bits),
+            f"{prefix}_ids": ids.to(torch.uint8),
+            f"{prefix}_scales": pack_bits(scale_codes, scale_bits),
+            f"{prefix}_scales_top": top,
+        }
+        return tensors, decoded
+
+
+def _key_basis(moment: torch.Tensor | None, rank: int, tokens: int, state: LayerState) -> torch.Tensor | None:
+    """Leading query directions bf16 `[N, D, rank]`, learned again whenever the history has doubled."""
+    if moment is None or rank == 0:
+        return None
+    if state.due("k_psac_u"):
+        state.learn("k_psac_u", tokens, k_psac_u=leading_eigenvectors(moment, rank).bfloat16())
+    return state.shared["k_psac_u"]
+
+
+def _steering(moment: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
+    """Feedback weights for keys: directions that the correction restores anyway cost nothing, so errors go there."""
+    if basis is not None:
+        basis = basis.float()
+        eye = torch.eye(moment.shape[-1], device=moment.device)
+        complement = eye - basis @ basis.transpose(1, 2)
+        moment = complement @ moment @ complement.transpose(1, 2)
+    return feedback_matrix(moment)
+
+
+def _decode_residual(flat: dict[str, torch.Tensor], prefix: str, bits: int, span: PackedSpan) -> torch.Tensor:
+    """Centroid plus dequantized residual, float `[N, S, D]`."""
+    scale_bits, per_octave = scale_format(bits)
+    groups = -(-span.head_dim // span.group_size)
+    scale_codes = unpack_bits(flat[f"{prefix}_scales"], scale_bits, groups)
+    scale = decode_log_scales(scale_codes, flat[f"{prefix}_scales_top"], scale_bits, per_octave)
+    step = channel_steps(scale, span.group_size, span.head_dim)
+    codes = unpack_bits(flat[f"{prefix}_codes"], bits, span.head_dim)
+    book = Codebook(flat[f"{prefix}_centroids"], flat[f"{prefix}_centroids_grid"])
+    return gather_centroids(book.decode(), flat[f"{prefix}_ids"]) + midrise_dequantize(codes, step, bits)
+
+
+def _decode_correction(flat: dict[str, torch.Tensor], rank: int) -> torch.Tensor | float:
+    """C U^T, float `[N, S, D]`."""
+    if rank == 0:
+        return 0.0
+    coefficients = decode_coefficients_int4(flat["k_psac_c"], flat["k_psac_c_scales"], flat["k_psac_c_factor"], rank)
+    return coefficients @ flat["k_psac_u"].float().transpose(1, 2)

@@ -1,0 +1,46 @@
+"""Second moment of the queries per head: what QSAC weighs channels by and PSAC takes its directions from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+def second_moment(queries: torch.Tensor) -> torch.Tensor:
+    """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`."""
+    by_head = queries.transpose(1, 2).float()
+    return by_head.transpose(-1, -2) @ by_head / queries.shape[1]
+
+
+@dataclass
+class QueryStats:
+    """Statistics for one span.
+
+    own: moment of the queries that met the span so far, `[B, H, D, D]`: those of its own passes, noisy and clean. All of
+        them are known when the span is packed, so using them is causal.
+    earlier: moment of all queries of earlier spans, or None before the first one (QuantWM, section 3.2).
+    """
+
+    own: torch.Tensor | None = None
+    earlier: torch.Tensor | None = None
+
+
+class RunningMoment:
+    """Weighted mean of second moments."""
+
+    def __init__(self) -> None:
+        self.moment: torch.Tensor | None = None
+        self.weight = 0.0
+
+    def add(self, moment: torch.Tensor, weight: float = 1.0) -> None:
+        self.weight += weight
+        if self.moment is None:
+            self.moment = moment.clone()
+        else:
+            self.moment.lerp_(moment, weight / self.weight)
+
+    def take(self) -> torch.Tensor | None:
+        """The mean so far; starts anew."""
+        moment, self.moment, self.weight = self.moment, None, 0.0
+        return moment

@@ -1,0 +1,20 @@
+"""The small, JSON-ready trace of a run that nodes hand around instead of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .settings import CacheSettings
+
+
+@dataclass
+class CacheHandle:
+    """Settings of a patched model and what its last run measured.
+
+    record: None before the first run; see `accounting.build_record` for the keys.
+    history: one entry per committed block: block, tokens, bytes_bf16, bytes_packed, bytes_unpacked, seconds.
+    """
+
+    settings: CacheSettings
+    record: dict | None = None
+    history: list[dict] = field(default_factory=list)

@@ -1,0 +1,68 @@
+"""What a user can choose about the cache, validated once, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+# Saved workflows store these names: only ever append.
+METHODS = ("quantwm", "off", "quantwm-paper", "rtn")
+BITS = (2, 4, 8, 16)
+GROUP_SIZES = (16, 32, 64, 128)
+CACHE_DEVICES = ("gpu", "cpu")
+BACKENDS = ("auto", "triton", "torch")
+MAX_CENTROIDS = 256
+MAX_RANK = 64
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Settings of one cached run. Zero means "automatic" for `centroids`, `rank` and `span_blocks`.
+
+    Raises:
+        ValueError: for a value out of its domain; the message names the rule, the value and the remedy.
+    """
+
+    method: str = "quantwm"
+    key_bits: int = 2
+    value_bits: int = 2
+    group_size: int = 64
+    centroids: int = 0
+    candidates: int = 4
+    rank: int = 0
+    span_blocks: int = 0
+    keep_first_blocks: int = 0
+    keep_recent_blocks: int = 0
+    cache_device: str = "gpu"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require_choice("method", self.method, METHODS)
+        _require_choice("key_bits", self.key_bits, BITS)
+        _require_choice("value_bits", self.value_bits, BITS)
+        _require_choice("group_size", self.group_size, GROUP_SIZES)
+        _require_choice("cache_device", self.cache_device, CACHE_DEVICES)
+        _require_choice("backend", self.backend, BACKENDS)
+        _require_range("centroids", self.centroids, 0, MAX_CENTROIDS, "ids are stored in one byte")
+        _require_range("candidates", self.candidates, 1, MAX_CENTROIDS, "it counts centroids compared per key")
+        _require_range("rank", self.rank, 0, MAX_RANK, "each step of rank adds a stored coefficient per key")
+        for name in ("span_blocks", "keep_first_blocks", "keep_recent_blocks"):
+            _require_range(name, getattr(self, name), 0, 1 << 20, "it counts blocks")
+
+    @property
+    def compresses(self) -> bool:
+        """False when the host's own cache is used untouched: method `off`, or 16 bits for keys and values."""
+        return self.method != "off" and (self.key_bits, self.value_bits) != (16, 16)
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))
+
+
+def _require_choice(name: str, value, allowed: tuple) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}. Pick a listed value.")
+
+
+def _require_range(name: str, value: int, low: int, high: int, why: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be a whole number from {low} to {high} ({why}); got {value!r}. Change {name}.")

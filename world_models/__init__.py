@@ -1,0 +1,40 @@
+"""One folder a world model: how a packed cache is attached to it, and the model itself where ComfyUI has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..quantwm_core import CacheHandle, CacheSettings
+from ..quantwm_core.methods import Method
+from . import causal_wan
+
+ADAPTERS = (causal_wan,)
+
+
+def attach(
+    model: Any,
+    settings: CacheSettings,
+    on_block: Callable[[dict], None] | None = None,
+    method: Method | None = None,
+) -> tuple[Any, CacheHandle]:
+    """A clone of `model` whose sampling runs keep their KV cache as `settings` say, and the handle of its runs.
+
+    Args:
+        model: ComfyUI MODEL of an autoregressive world model.
+        on_block: called with a history entry after each committed block.
+        method: overrides the method that `settings` name (ablations).
+
+    Raises:
+        ValueError: when no adapter knows the model.
+    """
+    for adapter in ADAPTERS:
+        if adapter.supports(model):
+            return adapter.attach(model, settings, on_block, method)
+    known = ", ".join(adapter.MODELS for adapter in ADAPTERS)
+    network = type(getattr(model.model, "diffusion_model", None)).__name__
+    raise ValueError(
+        f"QuantWM needs an autoregressive world model with a KV cache ({known}); this is "
+        f"{type(model.model).__name__} with a {network}. If the checkpoint is one of them, load it with Load World "
+        "Model: without causal metadata ComfyUI takes it for an ordinary video model."
+    )

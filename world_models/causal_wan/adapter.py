@@ -1,0 +1,158 @@
+"""Attach a packed cache to the host's CausalWanModel, through a clone, object patches and wrappers only.
+
+Keys are cached after RoPE at absolute frame positions. The host denoises a block in several forwards that overwrite
+the same cache slots, then runs one clean forward at sigma 0 whose keys and values become history. So a denoise pass
+needs no storage across layers at all, and on the clean pass each layer packs its block at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ...quantwm_core import CacheHandle, CacheSettings
+from ...quantwm_core.accounting import estimate_bytes
+from ...quantwm_core.methods import Method
+from .run import CausalWanRun, PackedLayer
+
+logger = logging.getLogger(__name__)
+
+KEY = "quantwm"
+INIT_PATH = "diffusion_model.init_kv_caches"
+WRAPPERS = (
+    WrappersMP.OUTER_SAMPLE,
+    WrappersMP.PREPARE_SAMPLING,
+    WrappersMP.CALC_COND_BATCH,
+    WrappersMP.APPLY_MODEL,
+)
+
+
+def supports(model: Any) -> bool:
+    """Whether the model is the host's autoregressive Wan, by the interface that its sampler relies on."""
+    network = getattr(model.model, "diffusion_model", None)
+    return hasattr(network, "init_kv_caches") and hasattr(network, "forward_block")
+
+
+def attach(
+    model: Any,
+    settings: CacheSettings,
+    on_block: Callable[[dict], None] | None = None,
+    method: Method | None = None,
+) -> tuple[Any, CacheHandle]:
+    """A patched clone and the handle of its runs; see `world_models.attach`."""
+    patched = model.clone()
+    detach(patched)
+    adapter = CausalWanAdapter(settings, on_block, method)
+    patched.add_object_patch(INIT_PATH, adapter.init_kv_caches)
+    if settings.compresses:
+        for layer in range(len(model.model.diffusion_model.blocks)):
+            path = f"diffusion_model.blocks.{layer}.self_attn.forward"
+            if layer == 0 and path in patched.object_patches:
+                logger.warning("QuantWM replaces another node's patch of self-attention on this model.")
+            patched.add_object_patch(path, functools.partial(adapter.self_attention, layer))
+    for kind, function in zip(
+        WRAPPERS, (adapter.outer_sample, adapter.prepare_sampling, adapter.calc_cond_batch, adapter.apply_model)
+    ):
+        patched.add_wrapper_with_key(kind, KEY, function)
+    patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, adapter.on_cleanup)
+    return patched, adapter.handle
+
+
+def detach(model: Any) -> None:
+    """Take this pack's patches off a clone, so that a second Apply node replaces the first."""
+    for path, patch in list(model.object_patches.items()):
+        owner = getattr(getattr(patch, "func", patch), "__self__", None)
+        if isinstance(owner, CausalWanAdapter):
+            del model.object_patches[path]
+    for kind in WRAPPERS:
+        model.remove_wrappers_with_key(kind, KEY)
+    model.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
+
+
+class CausalWanAdapter:
+    """The patches of one Apply node. Holds settings; tensors only inside `run`, which exists while sampling."""
+
+    def __init__(self, settings: CacheSettings, on_block: Callable[[dict], None] | None, method: Method | None) -> None:
+        self.settings = settings
+        self.handle = CacheHandle(settings)
+        self.run: CausalWanRun | None = None
+        self._on_block = on_block
+        self._method = method
+
+    def outer_sample(self, executor, *args, **kwargs):
+        """Give the run its state and take it away again, however the run ends."""
+        self.run = CausalWanRun(
+            self.settings, executor.class_obj.model_patcher.model, self.handle, self._on_block, self._method
+        )
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            self.finish()
+
+    def on_cleanup(self, patcher) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Write the record and drop every tensor of the run."""
+        run, self.run = self.run, None
+        if run is not None:
+            run.finish()
+
+    def prepare_sampling(self, executor, model, noise_shape, conds, *args, **kwargs):
+        """Ask the host for the memory the cache will take: it estimates from the latent's shape and knows no cache."""
+        if self.settings.compresses and len(noise_shape) == 5:
+            noise_shape = self._with_cache(model, list(noise_shape))
+        return executor(model, noise_shape, conds, *args, **kwargs)
+
+    def _with_cache(self, model, noise_shape: list[int]) -> list[int]:
+        """The latent shape that the host would estimate at its own need plus ours: more frames."""
+        geometry = self.run.geometry(noise_shape[0])
+        _, patch_height, patch_width = model.model.diffusion_model.patch_size
+        tokens = noise_shape[2] * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
+        planned = estimate_bytes(self.settings, geometry, tokens)
+        native = model.model.memory_required([noise_shape[0] * 2, *noise_shape[1:]])
+        noise_shape[2] = math.ceil(noise_shape[2] * (1 + planned / max(native, 1)))
+        return noise_shape
+
+    def calc_cond_batch(self, executor, model, conds, *args, **kwargs):
+        """Refuse guidance before the first step: the host's cache has room for one conditioning only."""
+        count = sum(len(cond) for cond in conds if cond is not None)
+        if count > 1:
+            raise ValueError(
+                f"A world model is sampled with one conditioning per step (cfg 1); this run has {count}. "
+                "Set cfg to 1 in CFG Guider, or use Basic Guider with a single positive conditioning."
+            )
+        return executor(model, conds, *args, **kwargs)
+
+    def apply_model(
+        self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs
+    ):  # noqa: B006, E501
+        """Note whether this forward is the clean pass (all its timesteps are 0) before it runs."""
+        run = self.run
+        if run is not None and run.begin_pass(clean=bool((t == 0).all())):
+            noise, options = run.probe(x, transformer_options)
+            with run.probing():
+                executor(noise, torch.ones_like(t), c_concat, c_crossattn, control, options, **kwargs)
+        return executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+
+    def init_kv_caches(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> list:
+        """Stands in for the model's method of that name."""
+        if self.run is None:
+            raise RuntimeError(
+                "QuantWM's cache exists only while a sampler runs; init_kv_caches was called outside. "
+                "Use Sampler AR Video, or bypass Apply To World Model."
+            )
+        return self.run.init_kv_caches(batch_size, max_seq_len, device, dtype)
+
+    def self_attention(self, layer: int, x, freqs, kv_cache=None, transformer_options={}):  # noqa: B006
+        """Stands in for `self_attn.forward` of block `layer`, with the host's signature."""
+        module = self.run.blocks[layer].self_attn
+        if not isinstance(kv_cache, PackedLayer):
+            return type(module).forward(module, x, freqs, kv_cache=kv_cache, transformer_options=transformer_options)
+        return kv_cache.forward(module, x, freqs, transformer_options)

@@ -1,0 +1,187 @@
+"""One sampling run of a causal Wan model: its cache, and the face that cache shows to the host's sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from comfy.ldm.flux.math import apply_rope1
+from comfy.ldm.modules.attention import optimized_attention
+
+from ...quantwm_core import CacheGeometry, CacheHandle, CacheSettings, LayerCache, WorldCache
+from ...quantwm_core.accounting import native_record
+from ...quantwm_core.methods import Method
+
+PROBE_FRAMES = 3
+
+
+class CausalWanRun:
+    """State between the start and the end of one sampling run. Modules are looked up in the model being sampled."""
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        model: Any,
+        handle: CacheHandle,
+        on_block: Callable[[dict], None] | None,
+        method: Method | None,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.handle = handle
+        self.clean = False
+        self.is_probe = False
+        self._started = False
+        self.device: torch.device | None = None
+        self.dtype = model.get_dtype_inference()
+        self.cache: WorldCache | None = None
+        self._native: list[dict] | None = None
+        self._on_block = on_block
+        self._method = method
+
+    @property
+    def blocks(self):
+        return self.model.diffusion_model.blocks
+
+    def geometry(self, batch: int) -> CacheGeometry:
+        network = self.model.diffusion_model
+        return CacheGeometry(len(self.blocks), network.num_heads, network.head_dim, batch)
+
+    def init_kv_caches(self, batch: int, max_tokens: int, device: torch.device, dtype: torch.dtype) -> list:
+        """Caches as the host's sampler expects them: one mapping with an `end` for each layer."""
+        self.handle.history.clear()
+        self.device = device
+        if not self.settings.compresses:
+            # The host passes the weights' type; with fp8 weights keys and values are computed in another.
+            kept = dtype if dtype.itemsize > 1 else self.dtype
+            network = self.model.diffusion_model
+            self._native = type(network).init_kv_caches(network, batch, max_tokens, device, kept)
+            return self._native
+        metrics = [_OutputMetric(self, layer) for layer in range(len(self.blocks))]
+        self.cache = WorldCache(
+            self.settings, self.geometry(batch), device, metrics, self._method, self._block_committed
+        )
+        return [PackedLayer(self, layer) for layer in range(len(self.blocks))]
+
+    def begin_pass(self, clean: bool) -> bool:
+        """Note what the coming forward is; True when a probe should run before it.
+
+        Given frames (image or video to continue) get a clean pass before anything is denoised, so no noisy query has
+        been seen when they are packed, although all generated frames will look back at them with noisy queries first.
+        """
+        self.clean = clean
+        first, self._started = not self._started, True
+        return first and clean and self.cache is not None and self.cache.layers[0].method.uses_queries
+
+    def probe(self, x: torch.Tensor, transformer_options: dict) -> tuple[torch.Tensor, dict]:
+        """A block of pure noise where generation will start: input like `x`, and the options to run it with."""
+        frames = min(PROBE_FRAMES, x.shape[2])
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn((*x.shape[:2], frames, *x.shape[3:]), generator=generator).to(x)
+        state = dict(transformer_options["ar_state"], start_frame=x.shape[2])
+        return noise, dict(transformer_options, ar_state=state)
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Within, forwards only show their queries: nothing is stored and the block counts as not yet begun."""
+        self.clean, self.is_probe = False, True
+        try:
+            yield
+        finally:
+            self.clean, self.is_probe = True, False
+
+    def finish(self) -> None:
+        """Write the record, if anything was cached, and drop the cache."""
+        if self.cache is not None and self.cache.layers[0].committed:
+            self.handle.record = self.cache.record()
+        elif self._native is not None:
+            self.handle.record = self._native_record()
+        self.cache = self._native = None
+
+    def _block_committed(self, entry: dict) -> None:
+        self.handle.history.append(entry)
+        if self._on_block is not None:
+            self._on_block(entry)
+
+    def _native_record(self) -> dict:
+        first = self._native[0]
+        resident = sum(c[side].untyped_storage().nbytes() for c in self._native for side in ("k", "v"))
+        return native_record(self.settings, self.geometry(first["k"].shape[0]), first["end"], resident)
+
+
+class PackedLayer:
+    """One layer's cache as the host's sampler handles it: it reads and lowers `end`, nothing else.
+
+    While a block is denoised `end` runs ahead of what is stored, because the block's keys and values are recomputed
+    by every pass and never leave it.
+    """
+
+    def __init__(self, run: CausalWanRun, index: int) -> None:
+        self._run = run
+        self._index = index
+        self._ahead = 0
+
+    @property
+    def layer(self) -> LayerCache:
+        return self._run.cache.layers[self._index]
+
+    def __getitem__(self, name: str) -> int:
+        if name != "end":
+            raise KeyError(f"a packed cache has no plain tensor {name!r}; method `off` keeps the host's own cache.")
+        return self.layer.committed + self._ahead
+
+    def __setitem__(self, name: str, value: int) -> None:
+        if name != "end" or not 0 <= value <= self["end"]:
+            raise KeyError(
+                f"only `end` of a packed cache can be set, to at most {self['end']}; got {name!r} = {value}."
+            )
+        committed = self.layer.committed
+        if value < committed:
+            self.layer.rewind(committed - value)
+        self._ahead = max(0, value - committed)
+
+    def forward(self, module, x: torch.Tensor, freqs: torch.Tensor, transformer_options: dict) -> torch.Tensor:
+        """The host's cached self-attention of one layer, on a packed history."""
+        if self._ahead:
+            raise ValueError(
+                "The sampler moved on without a clean pass at sigma 0, so the last block was never stored. "
+                "Use Sampler AR Video, or set method to off."
+            )
+        batch, tokens, heads, width = *x.shape[:2], module.num_heads, module.head_dim
+        q = apply_rope1(module.norm_q(module.q(x)).view(batch, tokens, heads, width), freqs)
+        k = apply_rope1(module.norm_k(module.k(x)).view(batch, tokens, heads, width), freqs)
+        v = module.v(x).view(batch, tokens, heads, width)
+
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            merged = (t.view(batch, -1, heads * width) for t in (q, k, v))
+            return optimized_attention(*merged, heads=heads, transformer_options=transformer_options)
+
+        out = self.layer.attend(q, k, v, attention)
+        if self._run.clean:
+            self.layer.append(k, v, q)
+            self._run.cache.commit(self._index)
+        else:
+            self.layer.observe(q)
+            self._ahead = 0 if self._run.is_probe else tokens
+        return module.o(out)
+
+
+class _OutputMetric:
+    """Gram matrix `[H, D, D]` of each head's part of the output projection: how an error in a value reaches the output.
+
+    Taken by running the projection on unit vectors, so that the host's casting, offloading and LoRAs all apply.
+    """
+
+    def __init__(self, run: CausalWanRun, layer: int) -> None:
+        self._run = run
+        self._layer = layer
+
+    def __call__(self) -> torch.Tensor:
+        module = self._run.blocks[self._layer].self_attn
+        width = module.num_heads * module.head_dim
+        unit = torch.eye(width, device=self._run.device, dtype=self._run.dtype).unsqueeze(0)
+        rows = (module.o(unit) - module.o(torch.zeros_like(unit[:, :1])))[0].float()
+        by_head = rows.view(module.num_heads, module.head_dim, -1)
+        return by_head @ by_head.transpose(1, 2)
