@@ -161,7 +161,10 @@ class LayerCache:
         return attention(queries, keys, values)
 
     def usage(self) -> Counter[str]:
-        """Resident bytes by part, from real storages; `raw` is what stays in full precision, `state` what methods keep."""
+        """Resident bytes by part, from real storages, each counted once.
+
+        Besides the parts of a span: `raw` (one side kept at 16 bits), `blocks` (kept in full precision), `state`.
+        """
         usage = Counter(self._usage)
         usage["state"] += self.state.nbytes(set(self._seen))
         return usage

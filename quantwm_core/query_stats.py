@@ -17,8 +17,8 @@ def second_moment(queries: torch.Tensor) -> torch.Tensor:
 class QueryStats:
     """Statistics for one span.
 
-    own: moment of the queries that met the span so far, `[B, H, D, D]`: those of its own passes, noisy and clean. All of
-        them are known when the span is packed, so using them is causal.
+    own: moment of the queries of the span's own passes, noisy and clean, `[B, H, D, D]`; all are known when the span
+        is packed, so using them is causal.
     earlier: moment of all queries of earlier spans, or None before the first one (QuantWM, section 3.2).
     """
 

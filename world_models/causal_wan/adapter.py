@@ -130,9 +130,7 @@ class CausalWanAdapter:
             )
         return executor(model, conds, *args, **kwargs)
 
-    def apply_model(
-        self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, **kwargs
-    ):  # noqa: B006, E501
+    def apply_model(self, executor, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs):
         """Note whether this forward is the clean pass (all its timesteps are 0) before it runs."""
         run = self.run
         if run is not None and run.begin_pass(clean=bool((t == 0).all())):
