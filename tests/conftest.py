@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,14 +20,18 @@ torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, and skip those that need a GPU where there is none."""
+    """Mark tests by their folder, and skip what this machine lacks; a CI machine has to have a browser."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    no_browser = pytest.mark.skip(reason="needs Chromium: apt-get install chromium, or set CHROMIUM to its path")
+    has_browser = os.environ.get("CHROMIUM") or shutil.which("chromium") or os.environ.get("CI")
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+        if folder == "browser" and not has_browser:
+            item.add_marker(no_browser)
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,11 @@ RAW_LAYERS = re.compile(r"(Linear|Conv[123]d|ConvTranspose[123]d|LayerNorm|Group
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 ISOLATED_IMPORT = """
 import importlib, pkgutil, sys
+import torch  # looks for triton itself
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"comfy", "comfy_api", "comfy_extras", "folder_paths", "triton", "nodes"}:
+        if name.split(".")[0] in {"comfy", "comfy_api", "comfy_extras", "comfy_kitchen", "folder_paths", "triton", "nodes"}:
             raise ImportError(f"quantwm_core must not import {name}")
 
 sys.meta_path.insert(0, Blocker())

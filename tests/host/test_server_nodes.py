@@ -131,6 +131,7 @@ def test_wrong_number_of_frames_is_refused_before_anything_runs(server):
 
 def test_pack_works_without_triton(server_without_triton, server, prompt, sample):
     assert set(registered(server_without_triton)) == NODE_IDS
+    assert "IMPORT FAILED" not in server_without_triton.log()
     assert torch.equal(sample(server_without_triton, prompt), sample(server, prompt))
     entry = next(iter(server_without_triton.json("/history").values()))
     record = record_in(entry["outputs"][node_of(prompt, "QuantWMCacheStats")]["text"][0])
