@@ -26,9 +26,11 @@ ISOLATED_IMPORT = """
 import importlib, pkgutil, sys
 import torch  # looks for triton itself
 
+FOREIGN = {"comfy", "comfy_api", "comfy_extras", "comfy_kitchen", "folder_paths", "nodes", "triton"}
+
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"comfy", "comfy_api", "comfy_extras", "comfy_kitchen", "folder_paths", "triton", "nodes"}:
+        if name.split(".")[0] in FOREIGN:
             raise ImportError(f"quantwm_core must not import {name}")
 
 sys.meta_path.insert(0, Blocker())
