@@ -11,6 +11,7 @@ from PIL import Image
 
 from ..quantwm_core.accounting import format_bytes
 from .canvas import Box, Canvas, with_alpha
+from .progress import against_bf16
 
 WIDTH, HEIGHT = 1280, 640
 LEFT: Box = (24, 24, 736, 616)
@@ -32,7 +33,7 @@ PARTS = (
     ("psac_u", "PSAC basis", "#f77fb3"),
 )
 OTHER_COLORS = ("#e8655a", "#7fc8a9", "#d98cd9")
-UNPACKED = ("kept in BF16", "#8d96a9")
+UNPACKED = ("not packed", "#8d96a9")
 STATE = ("state between blocks", "#c9b37e")
 WORKSPACE = ("workspace, one layer while read", "#454c5c")
 
@@ -62,20 +63,11 @@ def memory_chart(record: dict[str, Any] | None, history: list[dict[str, Any]]) -
     return canvas.finished()
 
 
-def ratio_text(ratio: float) -> str:
-    """ "6.3x smaller", or in words where nothing was gained."""
-    if ratio >= 1.05:
-        return f"{ratio:.1f}x smaller"
-    return "same size as BF16" if ratio > 0.95 else f"{1 / ratio:.1f}x larger"
-
-
 def _segments(record: dict[str, Any]) -> list[tuple[str, str, int]]:
     """(name, colour, bytes) of everything that stays resident, without empty parts."""
     by_part = dict(record["bytes_by_part"])
     named = [(name, color, by_part.pop(key, 0)) for key, name, color in PARTS]
-    extra = [
-        (key, OTHER_COLORS[i % len(OTHER_COLORS)], count) for i, (key, count) in enumerate(by_part.items())
-    ]
+    extra = [(key, OTHER_COLORS[i % len(OTHER_COLORS)], count) for i, (key, count) in enumerate(by_part.items())]
     rest = [(*UNPACKED, record["bytes_unpacked"]), (*STATE, record["bytes_state"])]
     return [part for part in [*named, *extra, *rest] if part[2] > 0]
 
@@ -88,10 +80,8 @@ def _draw_parts(canvas: Canvas, record: dict[str, Any]) -> None:
     pixels = (right - left) / max(full, resident + workspace, 1)
 
     canvas.text((left, top), "KV cache at the end of the run", MUTED, size=17)
-    canvas.text((left, top + 30), ratio_text(record["ratio_resident"]), TEXT, size=58, weight=0.8)
-    canvas.text(
-        (left, top + 106), f"{format_bytes(resident)} instead of {format_bytes(full)}", MUTED, size=19
-    )
+    canvas.text((left, top + 30), against_bf16(record["ratio_resident"]), TEXT, size=58, weight=0.8)
+    canvas.text((left, top + 106), f"{format_bytes(resident)} instead of {format_bytes(full)}", MUTED, size=19)
 
     y = top + 160
     canvas.box((left, y, left + full * pixels, y + BAR), BF16, radius=5)
@@ -108,9 +98,7 @@ def _draw_parts(canvas: Canvas, record: dict[str, Any]) -> None:
     if not segments:
         return
     # The packed bar again, as wide as the panel, so that its parts can be told apart.
-    canvas.polygon(
-        [(left, y + BAR), (end, y + BAR), (right, y + 84), (left, y + 84)], with_alpha("#ffffff", 0.05)
-    )
+    canvas.polygon([(left, y + BAR), (end, y + BAR), (right, y + 84), (left, y + 84)], with_alpha("#ffffff", 0.05))
     y += 84
     _stack(canvas, segments, left, y, BAR, (right - left) / resident)
     legend = [(name, color, count, f"{100 * count / resident:.1f} %") for name, color, count in segments]
@@ -136,9 +124,7 @@ def _stack(
     return x
 
 
-def _legend(
-    canvas: Canvas, entries: list[tuple[str, str, int, str]], left: float, right: float, top: float
-) -> None:
+def _legend(canvas: Canvas, entries: list[tuple[str, str, int, str]], left: float, right: float, top: float) -> None:
     column = (right - left) / 2
     for i, (name, color, count, share) in enumerate(entries):
         x, y = left + (i % 2) * (column + 12), top + 30 * (i // 2)
@@ -149,11 +135,7 @@ def _legend(
 
 
 def _caption(record: dict[str, Any]) -> str:
-    bits = (
-        ""
-        if record["method"] == "off"
-        else f" K{record['key_bits']}V{record['value_bits']}, {record['backend']}"
-    )
+    bits = "" if record["method"] == "off" else f" K{record['key_bits']}V{record['value_bits']}, {record['backend']}"
     return (
         f"{record['method']}{bits};  "
         f"{record['layers']} layers x {record['heads']} heads x {record['head_dim']};  "

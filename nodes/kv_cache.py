@@ -164,9 +164,7 @@ class QuantWMKVCache(io.ComfyNode):
                 ),
             ],
             outputs=[
-                SettingsSocket.Output(
-                    "settings", display_name="settings", tooltip="For Apply To World Model."
-                ),
+                SettingsSocket.Output("settings", display_name="settings", tooltip="For Apply To World Model."),
             ],
         )
 

@@ -16,6 +16,8 @@ def show_text(text: str, *node_ids: str | None) -> None:
     The server module is looked up, not imported: under a script or a test there is none, and importing it
     would build half of ComfyUI.
     """
+    # The editor's newer node renderer takes the text as Markdown, where two spaces make a line break.
+    text = text.replace("\n", "  \n")
     server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
     if server is None:
         return
@@ -38,7 +40,13 @@ def block_text(entry: dict[str, Any]) -> str:
     resident = entry["bytes_packed"] + entry["bytes_unpacked"]
     ratio = entry["bytes_bf16"] / max(resident, 1)
     return (
-        f"{entry['block'] + 1} blocks, {entry['tokens']:,} tokens cached\n"
-        f"{format_bytes(resident)} instead of {format_bytes(entry['bytes_bf16'])}\n"
-        f"{ratio:.1f}x smaller than BF16"
+        f"Block {entry['block'] + 1}: {entry['tokens']:,} tokens cached\n"
+        f"{format_bytes(resident)} instead of {format_bytes(entry['bytes_bf16'])}\n" + against_bf16(ratio)
     )
+
+
+def against_bf16(ratio: float) -> str:
+    """In words, how large a cache is that BF16 would make `ratio` times as large."""
+    if ratio >= 1.05:
+        return f"{ratio:.1f}x smaller than BF16"
+    return "as large as BF16" if ratio > 0.95 else f"{1 / ratio:.1f}x larger than BF16"

@@ -35,9 +35,7 @@ class TinyWorldSeed(io.ComfyNode):
             ],
             inputs=_inputs(),
             outputs=[
-                io.Model.Output(
-                    "seeded_model", display_name="MODEL", tooltip="The model with its first frames given."
-                ),
+                io.Model.Output("seeded_model", display_name="MODEL", tooltip="The model with its first frames given."),
                 io.Latent.Output(
                     "latent", display_name="LATENT", tooltip="Empty latent of the right size for the sampler."
                 ),
@@ -88,9 +86,7 @@ class TinyWorldSeed(io.ComfyNode):
 
 def _inputs() -> list[io.Input]:
     return [
-        io.Model.Input(
-            "model", tooltip="The built-in tiny world from Load World Model, before or after Apply."
-        ),
+        io.Model.Input("model", tooltip="The built-in tiny world from Load World Model, before or after Apply."),
         io.Vae.Input("vae", tooltip="From Tiny World VAE. No other VAE fits."),
         io.Int.Input(
             "world_seed",

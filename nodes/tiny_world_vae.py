@@ -22,9 +22,7 @@ class TinyWorldVAE(io.ComfyNode):
             search_aliases=["quantwm", "tiny world", "load vae", "codec", "autoencoder"],
             inputs=[],
             outputs=[
-                io.Vae.Output(
-                    "vae", display_name="VAE", tooltip="For VAE Decode, VAE Encode and Tiny World Seed."
-                )
+                io.Vae.Output("vae", display_name="VAE", tooltip="For VAE Decode, VAE Encode and Tiny World Seed.")
             ],
         )
 

@@ -39,9 +39,11 @@ def page(chromium: Browser, server) -> Iterator[Page]:
     """The editor, loaded and with an empty graph, in a fresh profile."""
     context = chromium.new_context(viewport=WINDOW)
     page = context.new_page()
+    # Else the first visit of all opens the template browser by itself, some time after the page has loaded.
+    page.request.post(f"{server.url}/settings", data={"Comfy.TutorialCompleted": True})
     page.goto(server.url)
     page.wait_for_function(
-        "window.app?.extensionManager && window.app.canvas && LiteGraph.registered_node_types.QuantWMApply",
+        "!!(window.app?.extensionManager && app.canvas && LiteGraph.registered_node_types.QuantWMApply)",
         timeout=START_MS,
     )
     page.evaluate("app.graph.clear()")

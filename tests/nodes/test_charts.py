@@ -96,11 +96,3 @@ def test_no_run_yet(charts):
     tensor = charts.chart_tensor(image)
     assert tensor.shape == (1, charts.HEIGHT, charts.WIDTH, 3)
     assert 0 <= tensor.min() and tensor.max() <= 1 and pixels(image, charts.PANEL) > 500_000
-
-
-@pytest.mark.parametrize(
-    ("ratio", "words"),
-    [(6.27, "6.3x smaller"), (1.0, "same size as BF16"), (0.8, "1.2x larger")],
-)
-def test_ratio_in_words(charts, ratio, words):
-    assert charts.ratio_text(ratio) == words

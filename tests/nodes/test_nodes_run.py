@@ -29,9 +29,7 @@ def sent(monkeypatch):
     """(node id, text) of everything sent to a stand-in for ComfyUI's server."""
     messages = []
     instance = SimpleNamespace(send_progress_text=lambda text, node_id: messages.append((node_id, text)))
-    monkeypatch.setitem(
-        sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance))
-    )
+    monkeypatch.setitem(sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance)))
     return messages
 
 
@@ -66,9 +64,15 @@ def test_apply_shows_progress_on_both_nodes(node, sent, monkeypatch):
     with context(prompt_id="p", node_id="16"):
         attached["on_block"](ENTRY)
     assert [node_id for node_id, _ in sent] == ["16", "4"]
-    assert sent[0][1] == (
-        "5 blocks, 1,440 tokens cached\n1.34 MiB instead of 8.44 MiB\n6.3x smaller than BF16"
-    )
+    assert sent[0][1] == ("Block 5: 1,440 tokens cached  \n1.34 MiB instead of 8.44 MiB  \n6.3x smaller than BF16")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(6.27, "6.3x smaller than BF16"), (1.0, "as large as BF16"), (0.5, "2.0x larger than BF16")],
+)
+def test_ratio_in_words(node, ratio, words):
+    assert node("progress", "against_bf16")(ratio) == words
 
 
 def test_progress_without_a_server(node, monkeypatch):
@@ -93,7 +97,5 @@ def test_stats_before_any_run(node, sent, monkeypatch, tmp_path):
 def test_load_world_model_lists_the_built_in_world_first(node):
     schema = node("load_world_model", "QuantWMLoadWorldModel").define_schema()
     assert schema.inputs[0].options[0] == "tiny world (built in)"
-    model = (
-        node("load_world_model", "QuantWMLoadWorldModel").execute("tiny world (built in)", "default").args[0]
-    )
+    model = node("load_world_model", "QuantWMLoadWorldModel").execute("tiny world (built in)", "default").args[0]
     assert hasattr(model.model.diffusion_model, "init_kv_caches")

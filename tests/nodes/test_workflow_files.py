@@ -47,8 +47,7 @@ def test_layout_is_tidy(workflow):
     for node in workflow["nodes"]:
         left, top, right, bottom = box(node)
         inside = [
-            x <= left and y <= top and right <= x + width and bottom <= y + height
-            for x, y, width, height in groups
+            x <= left and y <= top and right <= x + width and bottom <= y + height for x, y, width, height in groups
         ]
         assert any(inside) or node["type"] == "MarkdownNote", f"node {node['id']} is in no group"
 

@@ -66,9 +66,7 @@ def test_safetensors_without_marker(loading, tmp_path):
 def test_safetensors_keeps_other_metadata(loading, tmp_path):
     weights = wan_weights(dim=96)
     path = tmp_path / "heads_only.safetensors"
-    save_file(
-        weights, path, metadata={"config": json.dumps({"transformer": {"num_heads": 4}}), "author": "x"}
-    )
+    save_file(weights, path, metadata={"config": json.dumps({"transformer": {"num_heads": 4}}), "author": "x"})
     assert_loaded(loading.load_world_model(str(path)), weights, heads=4)
 
 
@@ -114,8 +112,7 @@ def test_wrappers_inside_names(loading, tmp_path):
     weights = wan_weights()
     path = tmp_path / "wrapped.pt"
     wrapped = {
-        "model._fsdp_wrapped_module."
-        + key.replace("self_attn.", "_checkpoint_wrapped_module.self_attn."): value
+        "model._fsdp_wrapped_module." + key.replace("self_attn.", "_checkpoint_wrapped_module.self_attn."): value
         for key, value in weights.items()
     }
     torch.save({"generator_ema": wrapped}, path)
@@ -164,7 +161,5 @@ def test_image_conditioned_wan(loading, tmp_path):
 
 def test_host_without_autoregressive_wan(loading, tmp_path, monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        RuntimeError, match=r"ComfyUI 0\.\d+\.\d+ cannot sample autoregressive.*Update ComfyUI"
-    ):
+    with pytest.raises(RuntimeError, match=r"ComfyUI 0\.\d+\.\d+ cannot sample autoregressive.*Update ComfyUI"):
         loading.load_world_model(str(tmp_path / "any.safetensors"))
