@@ -6,8 +6,6 @@ from benchmarks.demo import node_of
 from support.prompts import tiny_world_prompt
 from support.server import PromptFailed
 
-pytestmark = pytest.mark.host
-
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
