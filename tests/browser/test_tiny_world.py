@@ -9,6 +9,7 @@ from benchmarks.host import ROOT
 
 WORKFLOW = json.loads((ROOT / "workflows" / "tiny-world.json").read_text())
 RUN_MS = 180_000
+THUMBNAIL = 640
 
 KV_CACHE = {
     "method": "quantwm",
@@ -31,7 +32,9 @@ def open_template(page: Page, name: str) -> None:
     browser = page.get_by_role("dialog")
     page.locator(".templates-tab-button").click()
     browser.get_by_text("quantwm", exact=True).first.click()
-    page.get_by_test_id(f"template-workflow-{name}").click()
+    card = page.get_by_test_id(f"template-workflow-{name}")
+    expect(card.get_by_role("img").first).to_have_js_property("naturalWidth", THUMBNAIL)
+    card.click()
     page.wait_for_function("count => app.graph.nodes.length === count", arg=len(WORKFLOW["nodes"]))
     expect(browser).to_have_count(0)
 
