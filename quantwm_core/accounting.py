@@ -31,11 +31,13 @@ def build_record(cache: WorldCache) -> dict:
     resident = packed + unpacked + usage["state"]
     bf16 = geometry.bytes_bf16(tokens)
     elements = sum(layer.packed_elements() for layer in layers)
+    backend, backend_reason = cache.backend.summary()
     return {
         "method": settings.method,
         "key_bits": settings.key_bits,
         "value_bits": settings.value_bits,
-        "backend": "torch",
+        "backend": backend,
+        "backend_reason": backend_reason,
         "layers": geometry.layers,
         "heads": geometry.heads,
         "head_dim": geometry.head_dim,
@@ -63,6 +65,7 @@ def native_record(settings: CacheSettings, geometry: CacheGeometry, tokens: int,
         "key_bits": settings.key_bits,
         "value_bits": settings.value_bits,
         "backend": "host",
+        "backend_reason": "the host's own cache is used",
         "layers": geometry.layers,
         "heads": geometry.heads,
         "head_dim": geometry.head_dim,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .accounting import build_record
+from .backends import Dispatcher, choose, device_facts, settings_facts
 from .layer_cache import LayerCache
 from .methods import Method, build_method
 from .settings import CacheSettings
@@ -51,10 +52,12 @@ class WorldCache:
         self.settings = settings
         self.geometry = geometry
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
+        self.backend = _dispatcher(settings, geometry, device)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
         self.layers = [
-            LayerCache(settings, method, metric, device, self.encode_watch, self.decode_watch) for metric in metrics
+            LayerCache(settings, method, metric, device, self.encode_watch, self.decode_watch, self.backend)
+            for metric in metrics
         ]
         self.history: list[dict] = []
         self._on_block = on_block
@@ -92,6 +95,13 @@ class WorldCache:
         self.history.append(entry)
         if self._on_block is not None:
             self._on_block(entry)
+
+
+def _dispatcher(settings: CacheSettings, geometry: CacheGeometry, device: torch.device | None) -> Dispatcher:
+    """The run's dispatcher; a backend that was asked for by name must at least be able to read the cache."""
+    facts = settings_facts(settings) | {"head_dim": geometry.head_dim, "heads": geometry.heads}
+    choose("decode_layer", settings.backend, facts | (device_facts(device) if device else {}), required=True)
+    return Dispatcher(settings.backend)
 
 
 __all__ = ["CacheGeometry", "LayerCache", "WorldCache"]

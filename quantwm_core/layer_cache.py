@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from . import operations  # noqa: F401  (registers the eager twins)
+from .backends import Dispatcher, device_facts, settings_facts
 from .methods import LayerState, Method
-from .query_stats import QueryStats, RunningMoment, second_moment
+from .query_stats import QueryStats, RunningMoment
 from .settings import CacheSettings
-from .span import PackedSpan, part_of, storage_bytes
+from .span import PackedSpan, RawBlock, part_of, storage_bytes
 from .stopwatch import Stopwatch
-
-
-@dataclass
-class RawBlock:
-    """A block in full precision: `[B, S, H, D]` keys and values, and its queries' second moment if a method asks."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    moment: torch.Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self.k.shape[1]
-
-    def narrow(self, tokens: int) -> RawBlock:
-        return RawBlock(self.k[:, :tokens].clone(), self.v[:, :tokens].clone(), self.moment)
 
 
 @dataclass
@@ -54,6 +41,7 @@ class LayerCache:
         device: torch.device | None = None,
         encode_watch: Stopwatch | None = None,
         decode_watch: Stopwatch | None = None,
+        backend: Dispatcher | None = None,
     ) -> None:
         self.settings = settings
         self.method = method
@@ -66,6 +54,7 @@ class LayerCache:
         self.workspace_bytes = 0
         self._encode_watch = encode_watch or Stopwatch()
         self._decode_watch = decode_watch or Stopwatch()
+        self._backend = backend or Dispatcher(settings.backend)
         self._usage: Counter[str] = Counter()
         self._seen: set[int] = set()
 
@@ -89,7 +78,8 @@ class LayerCache:
         Noisy passes ask differently than the clean one, and later blocks will ask in both ways: each pass counts alike.
         """
         if self.method.uses_queries:
-            self._observed.add(second_moment(queries))
+            moment = self._backend.run("second_moment", self._facts(queries), queries)
+            self._observed.add(moment)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None = None) -> None:
         """Add a block `[B, S, H, D]`; `queries` are those that met these keys, in the same coordinates.
@@ -145,8 +135,7 @@ class LayerCache:
             raise ValueError("the cache is empty and no live tokens were given: nothing to read.")
         if len(pieces) == 1 and live:
             return live_k, live_v
-        with self._decode_watch:
-            return self._gather(pieces)
+        return self._gather(pieces)
 
     def attend(
         self,
@@ -157,8 +146,10 @@ class LayerCache:
     ) -> torch.Tensor:
         """`attention(q, k, v)` of `queries` over history and the live block; all `[B, S, H, D]`."""
         self._check_shape(k, v)
-        keys, values = self.read(k, v)
-        return attention(queries, keys, values)
+        pieces = [entry.stored for entry in self.entries] + self.pending + [RawBlock(k, v)]
+        facts = self._facts(queries)
+        read = partial(self.read, k, v)
+        return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
 
     def usage(self) -> Counter[str]:
         """Resident bytes by part, from real storages, each counted once.
@@ -219,7 +210,7 @@ class LayerCache:
             v = torch.cat([block.v for block in blocks], dim=1)
         with self._encode_watch:
             stats = QueryStats(own=_mean_moment(blocks), earlier=self.state.earlier.moment)
-            span = self.method.encode(k, v, stats, self.state)
+            span = self._backend.run("encode_span", self._facts(k), self.method, k, v, stats, self.state)
             if self.method.uses_earlier_queries and stats.own is not None:
                 self.state.earlier.add(stats.own, k.shape[1])
         self.pack_events += 1
@@ -227,6 +218,12 @@ class LayerCache:
             span = self._offload(span)
         self._count(span)
         return span
+
+    def _facts(self, like: torch.Tensor) -> dict:
+        """What backends are chosen by, for a call on tensors `[B, S, H, D]`."""
+        batch, tokens, heads, head_dim = like.shape
+        shape = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": like.dtype}
+        return settings_facts(self.settings) | shape | device_facts(like.device)
 
     def _offload(self, span: PackedSpan) -> PackedSpan:
         """Move what belongs to this span alone to the CPU; shared pieces stay where encoding needs them."""
@@ -246,14 +243,8 @@ class LayerCache:
         total = sum(piece.tokens for piece in pieces)
         keys, values = torch.empty(2, batch, total, heads, width, dtype=dtype, device=device)
         self.workspace_bytes = max(self.workspace_bytes, 2 * keys.numel() * keys.element_size())
-        start = 0
-        for piece in pieces:
-            part = slice(start, start + piece.tokens)
-            if isinstance(piece, PackedSpan):
-                keys[:, part], values[:, part] = self.method.decode(piece.to(device))
-            else:
-                keys[:, part], values[:, part] = piece.k, piece.v
-            start += piece.tokens
+        with self._decode_watch:
+            self._backend.run("decode_layer", self._facts(keys), self.method, pieces, keys, values)
         return keys, values
 
     @staticmethod

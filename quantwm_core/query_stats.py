@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .backends import eager
 
+
+@eager
 def second_moment(queries: torch.Tensor) -> torch.Tensor:
     """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`."""
     by_head = queries.transpose(1, 2).float()

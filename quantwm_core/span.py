@@ -85,6 +85,22 @@ class PackedSpan:
         return cls(method=method, dtype=dtype, tensors=dict(tensors), **{n: int(v) for n, v in plain.items()})
 
 
+@dataclass
+class RawBlock:
+    """A block in full precision: `[B, S, H, D]` keys and values, and its queries' second moment if a method asks."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    moment: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.k.shape[1]
+
+    def narrow(self, tokens: int) -> RawBlock:
+        return RawBlock(self.k[:, :tokens].clone(), self.v[:, :tokens].clone(), self.moment)
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
     """Bytes of the real storages behind `tensors`, each counted once; `seen` carries storages counted before."""
     seen = set() if seen is None else seen
