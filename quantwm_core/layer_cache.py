@@ -122,6 +122,7 @@ class LayerCache:
             self.entries[-1].stored = stored[-1]
         if not stored and before:
             self.state = LayerState(self.state.value_metric)
+        self.state.tokens = min(self.state.tokens, self.committed)
         self._recount()
 
     def read(self, live_k: torch.Tensor | None = None, live_v: torch.Tensor | None = None):

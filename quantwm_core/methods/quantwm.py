@@ -168,7 +168,9 @@ def _steering(moment: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
         basis = basis.float()
         eye = torch.eye(moment.shape[-1], device=moment.device)
         complement = eye - basis @ basis.transpose(1, 2)
-        moment = complement @ moment @ complement.transpose(1, 2)
+        # What rounding leaves of a moment that the basis captures whole is no metric: it may not even be positive.
+        floor = 1e-3 * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        moment = complement @ moment @ complement.transpose(1, 2) + floor * eye
     return feedback_matrix(moment)
 
 

@@ -1,0 +1,153 @@
+"""Append, commit, rewind and read against plain tensors."""
+
+import random
+
+import pytest
+import torch
+
+from quantwm_core import CacheGeometry, CacheSettings, LayerCache, WorldCache
+from quantwm_core.layer_cache import RawBlock
+from quantwm_core.methods import build_method
+
+METHODS = ("quantwm", "quantwm-paper", "rtn")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_cache(**options) -> LayerCache:
+    s = CacheSettings(**options)
+    return LayerCache(s, build_method(s))
+
+
+def resident(layer: LayerCache) -> int:
+    return sum(layer.usage().values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("back", [36, 12])
+def test_rewinding_leaves_nothing_behind(method, back):
+    """R5: twenty cycles of appending and rewinding keep content and memory."""
+    layer = layer_cache(method=method)
+    layer.append(*(torch.ones(2, 36, 2, 64),) * 3)
+    layer.commit()
+    sizes = []
+    for _ in range(20):
+        layer.rewind(back)
+        layer.append(*(torch.full((2, back, 2, 64), 2.0),) * 3)
+        layer.commit()
+        sizes.append(resident(layer))
+        keys, values = layer.read()
+        assert layer.end == 36 == keys.shape[1]
+        # Plain rounding keeps constants to the precision of its FP16 factor.
+        torch.testing.assert_close(keys[:, 36 - back :], torch.full((2, back, 2, 64), 2.0), rtol=2**-10, atol=0)
+        torch.testing.assert_close(values[:, : 36 - back], torch.ones(2, 36 - back, 2, 64), rtol=2**-10, atol=0)
+    assert len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rewinding_to_nothing_and_too_far(method):
+    layer = layer_cache(method=method)
+    layer.append(*(normal(1, 10, 1, 48),) * 3)
+    layer.commit()
+    layer.append(normal(1, 4, 1, 48), normal(1, 4, 1, 48))
+    layer.rewind(14)
+    assert layer.end == 0 and resident(layer) == 0
+    with pytest.raises(ValueError, match="rewind takes 0 to 0 tokens"):
+        layer.rewind(1)
+    with pytest.raises(ValueError, match="nothing to read"):
+        layer.read()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_random_operations_equal_plain_tensors(method, batch):
+    """R5: what was decoded once stays what it was, in order, through any sequence of operations (504 in all)."""
+    choose = random.Random(batch)
+    layer = layer_cache(method=method, keep_first_blocks=batch % 2)
+    plain = torch.empty(batch, 0, 1, 32)
+    for step in range(56):
+        action = choose.choice(("append", "append", "rewind", "read"))
+        if action == "append":
+            block = normal(batch, choose.randint(1, 9), 1, 32, seed=step)
+            layer.append(block, block, block)
+            layer.commit()
+            plain = torch.cat((plain, layer.read()[0][:, plain.shape[1] :]), dim=1)
+        elif action == "rewind":
+            back = choose.randint(0, min(20, plain.shape[1]))
+            layer.rewind(back)
+            plain = plain[:, : plain.shape[1] - back]
+        elif plain.shape[1]:
+            torch.testing.assert_close(layer.read()[0], plain, rtol=0, atol=1e-5)
+        assert layer.end == plain.shape[1]
+
+
+def test_live_tokens_follow_history_and_are_forgotten():
+    layer = layer_cache()
+    layer.append(*(normal(1, 20, 2, 64),) * 3)
+    layer.commit()
+    live = normal(1, 6, 2, 64, seed=1)
+    keys, values = layer.read(live, live + 1)
+    assert torch.equal(keys[:, 20:], live) and torch.equal(values[:, 20:], live + 1)
+    assert layer.end == 20 and layer.read()[0].shape[1] == 20
+
+
+def test_policies_keep_first_and_recent_blocks_and_fill_spans():
+    layer = layer_cache(keep_first_blocks=1, keep_recent_blocks=1, span_blocks=2)
+    blocks = [normal(1, 8, 1, 64, seed=i) for i in range(7)]
+    for block in blocks:
+        layer.append(block, block, block)
+        layer.commit()
+    kinds = [isinstance(entry.stored, RawBlock) for entry in layer.entries]
+    # First block kept; 1-2 and 3-4 packed in pairs; 5 waits for its partner; 6 is the recent one.
+    assert kinds == [True, False, False, True, True]
+    assert layer.blocks == 7 and layer.end == 56
+    keys, _ = layer.read()
+    for index in (0, 5, 6):
+        assert torch.equal(keys[:, 8 * index : 8 * index + 8], blocks[index])
+
+
+def test_kept_blocks_do_not_hold_larger_tensors_alive():
+    layer = layer_cache(keep_first_blocks=4)
+    big = normal(1, 100, 1, 64)
+    layer.append(big[:, :5], big[:, 5:10])
+    layer.commit()
+    assert layer.usage()["blocks"] == 2 * 5 * 64 * 4
+
+
+def test_shapes_must_agree():
+    layer = layer_cache()
+    layer.append(*(normal(1, 5, 2, 64),) * 3)
+    layer.commit()
+    with pytest.raises(ValueError, match="set cfg to 1"):
+        layer.append(normal(2, 5, 2, 64), normal(2, 5, 2, 64))
+    with pytest.raises(ValueError, match="share a shape"):
+        layer.append(normal(1, 5, 2, 64), normal(1, 4, 2, 64))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_record_adds_up(method):
+    cache = WorldCache(CacheSettings(method=method, keep_first_blocks=1), CacheGeometry(2, 2, 64))
+    for block in range(3):
+        for index, layer in enumerate(cache.layers):
+            layer.append(normal(1, 64, 2, 64, seed=block), normal(1, 64, 2, 64, seed=99), normal(1, 64, 2, 64))
+            cache.commit(index)
+    record = cache.record()
+    assert record["tokens"] == 192 and record["blocks"] == 3 and record["pack_events"] == 4
+    assert record["bytes_bf16"] == 2 * 2 * 64 * 192 * 4
+    assert record["bytes_packed"] == sum(record["bytes_by_part"].values()) > 0
+    assert record["bytes_unpacked"] >= 2 * 64 * 2 * 64 * 2 * 4  # one float32 block in two layers
+    resident_bytes = record["bytes_packed"] + record["bytes_unpacked"] + record["bytes_state"]
+    assert record["ratio_resident"] == pytest.approx(record["bytes_bf16"] / resident_bytes, abs=1e-3)
+    assert [entry["block"] for entry in cache.history] == [0, 1, 2]
+    assert [entry["tokens"] for entry in cache.history] == [64, 128, 192]
+
+
+def test_a_basis_is_learned_again_only_when_the_history_has_doubled():
+    layer = layer_cache()
+    for block in range(9):
+        layer.append(*(normal(1, 32, 1, 64, seed=block),) * 3)
+        layer.commit()
+    bases = [entry.stored.tensors["k_psac_u"].data_ptr() for entry in layer.entries]
+    assert [i for i in range(1, 9) if bases[i] != bases[i - 1]] == [2, 6]
