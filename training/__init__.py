@@ -1,0 +1,1 @@
+"""Training of what the repository ships as weights. Not part of the node pack."""
