@@ -147,6 +147,8 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     """What a device is, for constraints."""
     if device.type != "cuda":
         return {"device": device.type}
+    if torch.version.hip:
+        return {"device": "rocm"}
     return {"device": "cuda", "capability": torch.cuda.get_device_capability(device)}
 
 

@@ -35,7 +35,7 @@ def part_of(name: str) -> str:
     raise KeyError(f"stored tensor {name!r} belongs to no part of {PARTS}")
 
 
-@dataclass
+@dataclass(eq=False)
 class PackedSpan:
     """Tensors `[B, H, S, ...]` (per token) or `[B, H, ...]` (per span) plus the plain numbers needed to read them.
 
@@ -85,7 +85,7 @@ class PackedSpan:
         return cls(method=method, dtype=dtype, tensors=dict(tensors), **{n: int(v) for n, v in plain.items()})
 
 
-@dataclass
+@dataclass(eq=False)
 class RawBlock:
     """A block in full precision: `[B, S, H, D]` keys and values, and its queries' second moment if a method asks."""
 

@@ -1,0 +1,250 @@
+"""decode_layer in one launch: keys and values of all pieces of a layer, straight into the attention layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import TritonError
+
+from ..quantwm_core.backends import Between, OneOf, register
+from ..quantwm_core.codec.bits import packed_width
+from ..quantwm_core.span import PackedSpan, RawBlock
+from .tables import CHUNK, FIELDS, Format, PieceTable, piece_table
+from .tiles import (
+    BITMAP,
+    KEYS,
+    PSAC_U,
+    RAW,
+    RAW_B,
+    RAW_H,
+    RAW_S,
+    ROWS_BEFORE,
+    START,
+    TOKENS,
+    VALUES,
+    ZEROS,
+    load_correction,
+    load_side,
+    open_correction,
+    open_side,
+)
+
+# What the kernels have been written and tested for; every kernel that reads spans shares it.
+READABLE = {
+    "device": OneOf(("cuda",)),
+    "capability": Between((8, 0)),
+    "dtype": OneOf((torch.bfloat16, torch.float16, torch.float32)),
+    "method": OneOf(("quantwm", "quantwm-paper", "rtn")),
+    "head_dim": Between(16, 256),
+}
+# Bit pattern of 1.0; see tiles.lane.
+FLOAT_ONE = 0x3F800000
+FAILURES = (TritonError, RuntimeError)
+
+
+@triton.jit
+def copy_chunk(source, source_stride, target, target_stride, count, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
+    """Copy `count` rows of D channels."""
+    column = tl.arange(0, W)
+    for first in range(0, count, T):
+        token = first + tl.arange(0, T)
+        mask = (token < count)[:, None] & (column < D)[None, :]
+        x = tl.load(source + token[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
+        tl.store(target + token[:, None] * target_stride + column[None, :], x, mask=mask)
+
+
+@triton.jit
+def decode_keys_chunk(
+    row, first, count, head, target, target_stride, one,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
+    R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr, SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr,
+    ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Keys of `count` tokens from `first` on, correction included."""
+    column = tl.arange(0, W)
+    tokens = tl.load(row + TOKENS)
+    side = open_side(row, KEYS, head, first, D, W, BITS, GROUP, MIDRISE, BOOK, ALIGNED)
+    zeros = tl.load(row + ZEROS).to(tl.pointer_type(tl.uint8)) + (head * tokens + first) * ZEROS_WIDTH
+    if RANK:
+        correction = open_correction(row, head, first, D, W, RANK, R, MIDRISE, SPARSE, ALIGNED)
+        present = tl.load(row + PSAC_U) != 0
+    if SPARSE:
+        sparse = tl.load(row + BITMAP) != 0
+        chunks = (tokens + CHUNK_ - 1) // CHUNK_
+        counts = tl.load(row + ROWS_BEFORE).to(tl.pointer_type(tl.int32))
+        before = tl.load(counts + head * chunks + first // CHUNK_, mask=sparse, other=0)
+    for offset in range(0, count, T):
+        local = offset + tl.arange(0, T)
+        valid = local < count
+        value = load_side(side, zeros, local, valid, one, D, W, T, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, ZEROS_BIT)
+        if RANK:
+            if SPARSE:
+                byte = tl.load(correction[3] + local // 8, mask=valid & sparse, other=255).to(tl.int32)
+                kept = ((byte >> (local % 8)) & 1) & valid.to(tl.int32)
+                place = tl.where(sparse, before + tl.cumsum(kept, 0) - kept, local)
+                value += load_correction(correction, present, place, kept != 0, one, RANK, R, T, MIDRISE)
+                before += tl.sum(kept, 0)
+            else:
+                value += load_correction(correction, present, local, valid, one, RANK, R, T, MIDRISE)
+        mask = valid[:, None]
+        if D < W:
+            mask = mask & (column < D)[None, :]
+        tl.store(
+            target + local[:, None] * target_stride + column[None, :], value.to(target.dtype.element_ty), mask=mask
+        )
+
+
+@triton.jit
+def decode_values_chunk(
+    row, first, count, head, target, target_stride, one,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    MIDRISE: tl.constexpr, BOOK: tl.constexpr, ZEROS_WIDTH: tl.constexpr, ZEROS_BIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Values of `count` tokens from `first` on."""
+    column = tl.arange(0, W)
+    tokens = tl.load(row + TOKENS)
+    side = open_side(row, VALUES, head, first, D, W, BITS, GROUP, MIDRISE, BOOK, ALIGNED)
+    zeros = tl.load(row + ZEROS).to(tl.pointer_type(tl.uint8)) + (head * tokens + first) * ZEROS_WIDTH
+    for offset in range(0, count, T):
+        local = offset + tl.arange(0, T)
+        valid = local < count
+        value = load_side(side, zeros, local, valid, one, D, W, T, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, ZEROS_BIT)
+        mask = valid[:, None]
+        if D < W:
+            mask = mask & (column < D)[None, :]
+        tl.store(
+            target + local[:, None] * target_stride + column[None, :], value.to(target.dtype.element_ty), mask=mask
+        )
+
+
+@triton.jit
+def decode_kernel(
+    rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
+    keys, values, out_b, out_s, out_h, heads, one,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr,
+    SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr,
+    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One program: up to CHUNK tokens of one head's keys or values of one piece; the last pieces are the live block."""
+    head_side = tl.program_id(0)
+    h = (head_side // 2).to(tl.int64)
+    tile = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    head = batch * heads + h
+    is_key = head_side % 2 == 0
+    out = batch * out_b + h * out_h
+    if tile >= tile_count:
+        first = (tile - tile_count).to(tl.int64) * CHUNK_
+        count = tl.minimum(live_tokens - first, CHUNK_).to(tl.int32)
+        out += (live_start + first) * out_s
+        if is_key:
+            copy_chunk(live_k + batch * kb + first * ks + h * kh, ks, keys + out, out_s, count, D, W, T)
+        else:
+            copy_chunk(live_v + batch * vb + first * vs + h * vh, vs, values + out, out_s, count, D, W, T)
+        return
+    row = rows + tl.load(tiles + 2 * tile) * FIELD_COUNT
+    first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
+    count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
+    out += (tl.load(row + START) + first) * out_s
+    if is_key:
+        raw = tl.load(row + KEYS + RAW)
+        if KEY_BITS == 16 or raw != 0:
+            source = raw.to(tl.pointer_type(keys.dtype.element_ty))
+            stride = tl.load(row + KEYS + RAW_S).to(tl.int32)
+            source += batch * tl.load(row + KEYS + RAW_B) + first * stride + h * tl.load(row + KEYS + RAW_H)
+            copy_chunk(source, stride, keys + out, out_s, count, D, W, T)
+        else:
+            decode_keys_chunk(
+                row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK, SPARSE,
+                ZEROS_WIDTH, 0, CHUNK_, ALIGNED,
+            )  # fmt: skip
+    else:
+        raw = tl.load(row + VALUES + RAW)
+        if VALUE_BITS == 16 or raw != 0:
+            source = raw.to(tl.pointer_type(values.dtype.element_ty))
+            stride = tl.load(row + VALUES + RAW_S).to(tl.int32)
+            source += batch * tl.load(row + VALUES + RAW_B) + first * stride + h * tl.load(row + VALUES + RAW_H)
+            copy_chunk(source, stride, values + out, out_s, count, D, W, T)
+        else:
+            decode_values_chunk(
+                row, first, count, head, values + out, out_s, one, D, W, T, VALUE_BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH,
+                VALUE_ZEROS_BIT, ALIGNED,
+            )  # fmt: skip
+
+
+def tile_width(head_dim: int) -> int:
+    """Channels of a tile: a power of two that a matrix product can take."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def format_constants(form: Format | None, head_dim: int) -> dict:
+    """Compile-time constants of a layer's format; without packed pieces any format serves."""
+    if form is None:
+        form = Format("rtn", 16, 16, 64, 0, False)
+    groups = -(-head_dim // form.group_size)
+    bits = [b for b in (form.key_bits, form.value_bits) if b != 16]
+    key_zeros = 0 if form.key_bits == 16 else packed_width(groups, form.key_bits)
+    if len(bits) == 2 and bits[0] == bits[1]:
+        # Zero-points of both sides stand next to each other without a gap.
+        zeros_width, value_zeros_bit = packed_width(2 * groups, bits[0]), groups * bits[0]
+    else:
+        zeros_width = sum(packed_width(groups, b) for b in bits)
+        value_zeros_bit = 8 * key_zeros
+    midrise = form.method == "quantwm"
+    return {
+        "D": head_dim,
+        "W": tile_width(head_dim),
+        "KEY_BITS": form.key_bits,
+        "VALUE_BITS": form.value_bits,
+        "GROUP": form.group_size,
+        "RANK": form.rank,
+        "R": max(16, triton.next_power_of_2(form.rank)),
+        "MIDRISE": midrise,
+        "BOOK": form.method != "rtn",
+        "SPARSE": form.sparse,
+        "ZEROS_WIDTH": 0 if midrise else zeros_width,
+        "VALUE_ZEROS_BIT": value_zeros_bit,
+        "CHUNK_": CHUNK,
+        "FIELD_COUNT": len(FIELDS),
+    }
+
+
+def launch_shape(width: int) -> dict:
+    """Tokens a tile and warps, so that a thread stores 16 bytes of bf16 at once."""
+    return {"T": max(16, 2048 // width), "num_warps": 8}
+
+
+@register("decode_layer", "triton", READABLE, failures=FAILURES)
+def decode_layer(method, pieces: Sequence[RawBlock | PackedSpan], keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Kernel twin of `quantwm_core.operations.decode_layer`: one launch for all pieces."""
+    pieces = [on_device(piece, keys.device) for piece in pieces]
+    last = pieces[-1]
+    # The live block is new at every call; its address is an argument, so that the table stays as it is.
+    live = last if isinstance(last, RawBlock) else RawBlock(keys[:, :0], values[:, :0])
+    history = pieces[: len(pieces) - isinstance(last, RawBlock)]
+    table = piece_table(history, keys.device)
+    launch_decode(table, live, keys, values)
+
+
+def on_device(piece: RawBlock | PackedSpan, device: torch.device) -> RawBlock | PackedSpan:
+    """The piece itself, or a copy when it is kept elsewhere."""
+    if isinstance(piece, RawBlock) or next(iter(piece.tensors.values())).device == device:
+        return piece
+    return piece.to(device)
+
+
+def launch_decode(table: PieceTable, live: RawBlock, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Decode a table's pieces, then copy the live block."""
+    batch, _, heads, head_dim = keys.shape
+    constants = format_constants(table.format, head_dim)
+    chunks = len(table.tiles) + triton.cdiv(live.tokens, CHUNK)
+    decode_kernel[2 * heads, chunks, batch](
+        table.rows, table.tiles, len(table.tiles), live.k, live.v, live.tokens, table.tokens,
+        *live.k.stride()[:3], *live.v.stride()[:3], keys, values, *keys.stride()[:3], heads, FLOAT_ONE,
+        **constants, **launch_shape(constants["W"]), ALIGNED=table.aligned,
+    )  # fmt: skip

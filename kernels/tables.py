@@ -1,0 +1,163 @@
+"""Where the pieces of a layer lie in memory, as one small tensor that a kernel can walk.
+
+Spans have their own storages and any number of tokens, so one launch over all of them needs their addresses: a row of
+int64 per piece, and a list of tiles (row, first token) that the programs share out among themselves. Both are built
+when the pieces of a layer change, that is once per committed block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..quantwm_core.codec.bits import unpack_bits
+from ..quantwm_core.span import PackedSpan, RawBlock
+
+# Fields of a row. Addresses are 0 where a piece has no such tensor.
+SIDE = ("codes", "ids", "scales", "top", "centroids", "grid", "count", "raw", "raw_b", "raw_s", "raw_h")
+CORRECTION = ("psac_c", "psac_c_scales", "psac_c_factor", "psac_u", "bitmap", "rows", "row_count", "rows_before")
+FIELDS = ("tokens", "start", "zeros", *(f"k_{f}" for f in SIDE), *(f"v_{f}" for f in SIDE), *CORRECTION)
+
+# Stored tensors by the field that holds their address.
+NAMES = {
+    "zeros": "zeros",
+    "psac_c": "k_psac_c",
+    "psac_c_scales": "k_psac_c_scales",
+    "psac_c_factor": "k_psac_c_factor",
+    "psac_u": "k_psac_u",
+    "bitmap": "k_psac_c_bitmap",
+    "rows": "k_psac_c_rows",
+}
+for _side in "kv":
+    NAMES |= {f"{_side}_{field}": f"{_side}_{field}" for field in ("codes", "ids", "scales", "centroids", "raw")}
+    NAMES[f"{_side}_grid"] = f"{_side}_centroids_grid"
+
+# Tokens that one program handles.
+CHUNK = 256
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Format:
+    """What all packed pieces of a layer have in common; the kernels are compiled for it."""
+
+    method: str
+    key_bits: int
+    value_bits: int
+    group_size: int
+    rank: int
+    sparse: bool
+
+    @classmethod
+    def of(cls, spans: Sequence[PackedSpan]) -> Format:
+        """The spans' common format. A span without a correction (rank 0) goes along with those that have one.
+
+        Raises:
+            ValueError: when the spans differ otherwise.
+        """
+        found = {(s.method, s.key_bits, s.value_bits, s.group_size) for s in spans}
+        ranks = {s.rank for s in spans} - {0}
+        if len(found) != 1 or len(ranks) > 1:
+            raise ValueError(f"the spans of one layer share a format; got {sorted(found)} with ranks {sorted(ranks)}.")
+        sparse = any("k_psac_c_bitmap" in s.tensors for s in spans)
+        return cls(*next(iter(found)), max(ranks, default=0), sparse)
+
+
+@dataclass
+class PieceTable:
+    """rows int64 `[pieces, fields]` and tiles int32 `[tiles, 2]` on the device; `keep` holds what rows point to."""
+
+    rows: torch.Tensor
+    tiles: torch.Tensor
+    tokens: int
+    format: Format | None
+    aligned: bool
+    keep: list[torch.Tensor]
+    pieces: tuple[weakref.ref, ...]
+
+    def describes(self, pieces: Sequence) -> bool:
+        return len(pieces) == len(self.pieces) and all(ref() is p for ref, p in zip(self.pieces, pieces))
+
+
+# By the last piece: when it goes, or a block is added after it, its table goes too.
+_tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
+    """The table of these pieces, all on `device`; kept until the pieces change."""
+    if not pieces:
+        return PieceTable(*torch.empty(2, 0, 2, dtype=torch.int64, device=device), 0, None, True, [], ())
+    table = _tables.get(pieces[-1])
+    if table is None or not table.describes(pieces):
+        table = _tables[pieces[-1]] = _build(pieces, device)
+    return table
+
+
+def _build(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
+    rows, tiles, keep, start = [], [], [], 0
+    for index, piece in enumerate(pieces):
+        row = _span_row(piece, keep) if isinstance(piece, PackedSpan) else raw_row(piece.k, piece.v, keep)
+        row |= {"tokens": piece.tokens, "start": start}
+        rows.append([row.get(field, 0) for field in FIELDS])
+        tiles += [(index, first) for first in range(0, piece.tokens, CHUNK)]
+        start += piece.tokens
+    spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
+    return PieceTable(
+        rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
+        tiles=torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True),
+        tokens=start,
+        format=Format.of(spans) if spans else None,
+        aligned=all(t.data_ptr() % ALIGNMENT == 0 for t in keep),
+        keep=keep,
+        pieces=tuple(weakref.ref(piece) for piece in pieces),
+    )
+
+
+def raw_row(k: torch.Tensor, v: torch.Tensor, keep: list[torch.Tensor]) -> dict[str, int]:
+    """Fields of keys and values in full precision, `[B, S, H, D]` of any strides with contiguous channels."""
+    row = {}
+    for side, tensor in (("k", k), ("v", v)):
+        tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+        keep.append(tensor)
+        row |= dict(zip((f"{side}_raw", f"{side}_raw_b", f"{side}_raw_s", f"{side}_raw_h"), _address(tensor)))
+    return row
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    return tensor.data_ptr(), *tensor.stride()[:3]
+
+
+def _span_row(span: PackedSpan, keep: list[torch.Tensor]) -> dict[str, int]:
+    tensors = {name: t.contiguous() for name, t in span.tensors.items()}
+    keep.extend(tensors.values())
+    row = {field: tensors[name].data_ptr() for field, name in NAMES.items() if name in tensors}
+    for side in "kv":
+        if f"{side}_raw" in tensors:
+            row |= dict(
+                zip(
+                    (f"{side}_raw", f"{side}_raw_b", f"{side}_raw_s", f"{side}_raw_h"), _address(tensors[f"{side}_raw"])
+                )
+            )
+        if f"{side}_centroids" in tensors:
+            row[f"{side}_count"] = tensors[f"{side}_centroids"].shape[2]
+        # One factor per head and span, whatever the method calls it.
+        for name in (f"{side}_scales_top", f"{side}_scales_factor"):
+            if name in tensors:
+                row[f"{side}_top"] = tensors[name].data_ptr()
+    if "k_psac_c_bitmap" in tensors:
+        before = _rows_before(tensors["k_psac_c_bitmap"], span.tokens)
+        keep.append(before)
+        row["rows_before"] = before.data_ptr()
+        row["row_count"] = tensors["k_psac_c_rows"].shape[2]
+        row["psac_c_scales"] = tensors["k_psac_c_row_scales"].data_ptr()
+    return row
+
+
+def _rows_before(bitmap: torch.Tensor, tokens: int) -> torch.Tensor:
+    """How many rows are kept before each chunk of tokens, int32 `[B, H, chunks]`: where a chunk's first row lies."""
+    kept = unpack_bits(bitmap, 1, tokens).int()
+    kept = torch.nn.functional.pad(kept, (0, -tokens % CHUNK)).unflatten(-1, (-1, CHUNK)).sum(-1)
+    return (kept.cumsum(-1) - kept).int().contiguous()

@@ -1,0 +1,49 @@
+"""Kernel tests run interpreted on the CPU (TRITON_INTERPRET=1, set by scripts/test) or compiled on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.bare_pack import bare_module
+from support.kernels import INTERPRETED
+
+pytest.importorskip("triton", reason="Triton is optional")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run here."""
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs TRITON_INTERPRET=1 or a CUDA device")
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="session")
+def pack() -> SimpleNamespace:
+    """The modules under test, in a package without ComfyUI."""
+    bare_module("kernels")
+    names = ("backends", "operations", "layer_cache", "methods", "settings", "span")
+    core = {name: bare_module(f"quantwm_core.{name}") for name in names}
+    return SimpleNamespace(**core, decode=bare_module("kernels.decode"), tables=bare_module("kernels.tables"))
+
+
+@pytest.fixture
+def make_layer(pack, device):
+    """A cache with packed blocks of random tokens: make_layer(tokens of each block, settings...)."""
+
+    def make(blocks, heads=2, head_dim=64, batch=1, dtype=torch.float32, keys=None, **settings):
+        chosen = pack.settings.CacheSettings(**settings)
+        metric = torch.eye(head_dim, device=device).expand(heads, head_dim, head_dim)
+        layer = pack.layer_cache.LayerCache(chosen, pack.methods.build_method(chosen), lambda: metric, device)
+        generator = torch.Generator().manual_seed(0)
+        for tokens in blocks:
+            q, k, v = torch.randn(3, batch, tokens, heads, head_dim, generator=generator).to(device, dtype)
+            with pack.backends.only_eager("encode_span", "second_moment"):
+                layer.append(k if keys is None else keys(k), v, q)
+                layer.commit()
+        return layer
+
+    return make

@@ -1,0 +1,122 @@
+"""The decode kernel against its eager twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.kernels import INTERPRETED, assert_within_one_ulp
+
+BITS = [(2, 2), (2, 4), (4, 8), (8, 2), (2, 16), (16, 2)]
+OTHER_BITS = [(2, 2), (2, 8), (4, 4), (16, 4)]
+# The interpreter rounds to bfloat16 by cutting off.
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+
+
+def decode_both(pack, layer, live_tokens=5):
+    """Keys and values by the eager twin and by the kernel, into poisoned workspaces."""
+    first = layer.entries[0].stored
+    shape, dtype = (first.batch, first.heads, first.head_dim), first.dtype
+    device = next(iter(first.tensors.values())).device
+    live = torch.randn(2, shape[0], live_tokens, *shape[1:], device=device).to(dtype)
+    pieces = [entry.stored for entry in layer.entries] + [pack.span.RawBlock(*live)]
+    total = sum(piece.tokens for piece in pieces)
+    expected, actual = torch.full((2, 2, shape[0], total, *shape[1:]), float("nan"), dtype=dtype, device=device)
+    pack.operations.decode_layer(layer.method, pieces, *expected)
+    pack.decode.decode_layer(layer.method, pieces, *actual)
+    return expected, actual
+
+
+@pytest.mark.parametrize("head_dim", [48, 64, 80, 128, 256])
+@pytest.mark.parametrize("method", ["quantwm", "quantwm-paper", "rtn"])
+def test_head_widths_in_ragged_spans(pack, make_layer, method, head_dim):
+    layer = make_layer([20, 33, 7], heads=1, head_dim=head_dim, method=method)
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_bits(pack, make_layer, bits):
+    layer = make_layer([18, 35], batch=2, key_bits=bits[0], value_bits=bits[1])
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+@pytest.mark.parametrize("method", ["quantwm-paper", "rtn"])
+@pytest.mark.parametrize("bits", OTHER_BITS, ids=str)
+def test_bits_with_zero_points(pack, make_layer, method, bits):
+    layer = make_layer([18, 35], head_dim=80, method=method, key_bits=bits[0], value_bits=bits[1])
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 128])
+@pytest.mark.parametrize("method", ["quantwm", "quantwm-paper"])
+def test_group_sizes(pack, make_layer, method, group_size):
+    layer = make_layer([18, 35], head_dim=80, method=method, group_size=group_size)
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_output_types(pack, make_layer, dtype):
+    layer = make_layer([40], dtype=dtype)
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+@pytest.mark.parametrize("rank", [1, 5, 16, 40])
+def test_ranks(pack, make_layer, rank):
+    layer = make_layer([18, 35], rank=rank)
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+def test_sparse_rows_across_chunks(pack, make_layer):
+    """Keys whose error is nothing but rounding of a constant gain no row, so most rows are absent."""
+
+    def mostly_constant(k):
+        k[:, 6:] = 1.0
+        return k
+
+    tokens = pack.tables.CHUNK + 100
+    layer = make_layer([20, tokens], head_dim=32, method="quantwm-paper", keys=mostly_constant)
+    assert "k_psac_c_bitmap" in layer.entries[1].stored.tensors
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+def test_blocks_in_full_precision_stay_bit_equal(pack, make_layer):
+    layer = make_layer([20, 33, 7, 12], keep_first_blocks=1, keep_recent_blocks=1, head_dim=80)
+    packed = layer.entries[1].stored
+    layer.entries.insert(0, layer.entries.pop(1))
+    assert layer.entries[0].stored is packed
+    expected, actual = decode_both(pack, layer)
+    assert_within_one_ulp(actual, expected)
+    assert torch.equal(
+        actual[:, :, packed.tokens : packed.tokens + 20], expected[:, :, packed.tokens : packed.tokens + 20]
+    )
+
+
+def test_strided_live_block(pack, make_layer):
+    """Keys and values cut from one projection share its memory."""
+    layer = make_layer([20])
+    span = layer.entries[0].stored
+    live = torch.randn(1, 9, 2, 3, 64, device=span.tensors["k_codes"].device)
+    block = pack.span.RawBlock(live[..., 1, :], live[..., 2, :])
+    keys, values = torch.full((2, 1, 29, 2, 64), float("nan"), device=live.device)
+    pack.decode.decode_layer(layer.method, [span, block], keys, values)
+    assert torch.equal(keys[:, 20:], block.k) and torch.equal(values[:, 20:], block.v)
+
+
+def test_batch_slices_share_storage(pack, make_layer):
+    layer = make_layer([21], batch=3, heads=1, head_dim=48)
+    whole, _ = decode_both(pack, layer)
+    layer.entries[0].stored = layer.entries[0].stored.batch_slice(slice(1, 3))
+    expected, actual = decode_both(pack, layer)
+    assert_within_one_ulp(actual, expected)
+    torch.testing.assert_close(actual[:, :, :21], whole[:, 1:, :21])
+
+
+def test_table_is_built_once_and_dies_with_its_pieces(pack, make_layer, device):
+    layer = make_layer([20, 33], head_dim=48)
+    pieces = [entry.stored for entry in layer.entries]
+    table = pack.tables.piece_table(pieces, device)
+    assert pack.tables.piece_table(list(pieces), device) is table
+    assert pack.tables.piece_table(pieces[1:], device) is not table
+    known = len(pack.tables._tables)
+    del layer, pieces
+    assert len(pack.tables._tables) < known
