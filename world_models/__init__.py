@@ -7,6 +7,7 @@ from typing import Any
 
 from ..quantwm_core import CacheHandle, CacheSettings
 from ..quantwm_core.methods import Method
+from ..quantwm_core.probe import LogitProbe
 from . import causal_wan
 
 ADAPTERS = (causal_wan,)
@@ -17,6 +18,7 @@ def attach(
     settings: CacheSettings,
     on_block: Callable[[dict], None] | None = None,
     method: Method | None = None,
+    probe: LogitProbe | None = None,
 ) -> tuple[Any, CacheHandle]:
     """A clone of `model` whose sampling runs keep their KV cache as `settings` say, and the handle of its runs.
 
@@ -24,13 +26,14 @@ def attach(
         model: ComfyUI MODEL of an autoregressive world model.
         on_block: called with a history entry after each committed block.
         method: overrides the method that `settings` name (ablations).
+        probe: compares packed and true keys during the run (evaluation).
 
     Raises:
         ValueError: when no adapter knows the model.
     """
     for adapter in ADAPTERS:
         if adapter.supports(model):
-            return adapter.attach(model, settings, on_block, method)
+            return adapter.attach(model, settings, on_block, method, probe)
     known = ", ".join(adapter.MODELS for adapter in ADAPTERS)
     network = type(getattr(model.model, "diffusion_model", None)).__name__
     raise ValueError(

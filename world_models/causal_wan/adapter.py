@@ -19,6 +19,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ...quantwm_core import CacheHandle, CacheSettings
 from ...quantwm_core.accounting import estimate_bytes
 from ...quantwm_core.methods import Method
+from ...quantwm_core.probe import LogitProbe
 from .run import CausalWanRun, PackedLayer
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,12 @@ def attach(
     settings: CacheSettings,
     on_block: Callable[[dict], None] | None = None,
     method: Method | None = None,
+    probe: LogitProbe | None = None,
 ) -> tuple[Any, CacheHandle]:
     """A patched clone and the handle of its runs; see `world_models.attach`."""
     patched = model.clone()
     detach(patched)
-    adapter = CausalWanAdapter(settings, on_block, method)
+    adapter = CausalWanAdapter(settings, on_block, method, probe)
     patched.add_object_patch(INIT_PATH, adapter.init_kv_caches)
     if settings.compresses:
         for layer in range(len(model.model.diffusion_model.blocks)):
@@ -78,18 +80,24 @@ def detach(model: Any) -> None:
 class CausalWanAdapter:
     """The patches of one Apply node. Holds settings; tensors only inside `run`, which exists while sampling."""
 
-    def __init__(self, settings: CacheSettings, on_block: Callable[[dict], None] | None, method: Method | None) -> None:
+    def __init__(
+        self,
+        settings: CacheSettings,
+        on_block: Callable[[dict], None] | None,
+        method: Method | None,
+        probe: LogitProbe | None,
+    ) -> None:
         self.settings = settings
         self.handle = CacheHandle(settings)
         self.run: CausalWanRun | None = None
         self._on_block = on_block
         self._method = method
+        self._probe = probe
 
     def outer_sample(self, executor, *args, **kwargs):
         """Give the run its state and take it away again, however the run ends."""
-        self.run = CausalWanRun(
-            self.settings, executor.class_obj.model_patcher.model, self.handle, self._on_block, self._method
-        )
+        model = executor.class_obj.model_patcher.model
+        self.run = CausalWanRun(self.settings, model, self.handle, self._on_block, self._method, self._probe)
         try:
             return executor(*args, **kwargs)
         finally:
@@ -134,8 +142,8 @@ class CausalWanAdapter:
         """Note whether this forward is the clean pass (all its timesteps are 0) before it runs."""
         run = self.run
         if run is not None and run.begin_pass(clean=bool((t == 0).all())):
-            noise, options = run.probe(x, transformer_options)
-            with run.probing():
+            noise, options = run.rehearsal(x, transformer_options)
+            with run.rehearsing():
                 executor(noise, torch.ones_like(t), c_concat, c_crossattn, control, options, **kwargs)
         return executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
 

@@ -13,8 +13,9 @@ from comfy.ldm.modules.attention import optimized_attention
 from ...quantwm_core import CacheGeometry, CacheHandle, CacheSettings, LayerCache, WorldCache
 from ...quantwm_core.accounting import native_record
 from ...quantwm_core.methods import Method
+from ...quantwm_core.probe import LogitProbe
 
-PROBE_FRAMES = 3
+REHEARSAL_FRAMES = 3
 
 
 class CausalWanRun:
@@ -27,12 +28,13 @@ class CausalWanRun:
         handle: CacheHandle,
         on_block: Callable[[dict], None] | None,
         method: Method | None,
+        probe: LogitProbe | None,
     ) -> None:
         self.settings = settings
         self.model = model
         self.handle = handle
         self.clean = False
-        self.is_probe = False
+        self.is_rehearsal = False
         self._started = False
         self.device: torch.device | None = None
         self.dtype = model.get_dtype_inference()
@@ -40,6 +42,7 @@ class CausalWanRun:
         self._native: list[dict] | None = None
         self._on_block = on_block
         self._method = method
+        self.probe = probe
 
     @property
     def blocks(self):
@@ -66,7 +69,7 @@ class CausalWanRun:
         return [PackedLayer(self, layer) for layer in range(len(self.blocks))]
 
     def begin_pass(self, clean: bool) -> bool:
-        """Note what the coming forward is; True when a probe should run before it.
+        """Note what the coming forward is; True when a rehearsal should run before it.
 
         Given frames (image or video to continue) get a clean pass before anything is denoised, so no noisy query has
         been seen when they are packed, although all generated frames will look back at them with noisy queries first.
@@ -75,22 +78,22 @@ class CausalWanRun:
         first, self._started = not self._started, True
         return first and clean and self.cache is not None and self.cache.layers[0].method.uses_queries
 
-    def probe(self, x: torch.Tensor, transformer_options: dict) -> tuple[torch.Tensor, dict]:
+    def rehearsal(self, x: torch.Tensor, transformer_options: dict) -> tuple[torch.Tensor, dict]:
         """A block of pure noise where generation will start: input like `x`, and the options to run it with."""
-        frames = min(PROBE_FRAMES, x.shape[2])
+        frames = min(REHEARSAL_FRAMES, x.shape[2])
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn((*x.shape[:2], frames, *x.shape[3:]), generator=generator).to(x)
         state = dict(transformer_options["ar_state"], start_frame=x.shape[2])
         return noise, dict(transformer_options, ar_state=state)
 
     @contextmanager
-    def probing(self) -> Iterator[None]:
+    def rehearsing(self) -> Iterator[None]:
         """Within, forwards only show their queries: nothing is stored and the block counts as not yet begun."""
-        self.clean, self.is_probe = False, True
+        self.clean, self.is_rehearsal = False, True
         try:
             yield
         finally:
-            self.clean, self.is_probe = True, False
+            self.clean, self.is_rehearsal = True, False
 
     def finish(self) -> None:
         """Write the record, if anything was cached, and drop the cache."""
@@ -158,13 +161,17 @@ class PackedLayer:
             merged = (t.view(batch, -1, heads * width) for t in (q, k, v))
             return optimized_attention(*merged, heads=heads, transformer_options=transformer_options)
 
+        if self._run.probe is not None:
+            self._run.probe.attend(self._index, q, self.layer.read(k, v)[0])
         out = self.layer.attend(q, k, v, attention)
         if self._run.clean:
+            if self._run.probe is not None:
+                self._run.probe.commit(self._index, k)
             self.layer.append(k, v, q)
             self._run.cache.commit(self._index)
         else:
             self.layer.observe(q)
-            self._ahead = 0 if self._run.is_probe else tokens
+            self._ahead = 0 if self._run.is_rehearsal else tokens
         return module.o(out)
 
 

@@ -1,0 +1,113 @@
+"""Memory of each model's cache, from tensors that the real encoder packed.
+
+    python -m benchmarks.memory [--json FILE] [--quick]
+
+One layer and a few heads of each geometry are encoded from structured random keys and values, and the bytes of the
+real storages are scaled to all layers and heads: a layout's size does not depend on the values, apart from the paper's
+sparse coefficients, and layers and heads share nothing. `ratio_resident` counts everything alive when the run ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantwm_core import CacheGeometry, CacheSettings, WorldCache
+from quantwm_core.settings import METHODS
+
+from .report import parser, print_table, write_json
+
+COLUMNS = "geometry layout tokens bits_per_element gib_bf16 gib_packed ratio_packed ratio_resident".split()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A model's cache at the end of a run: blocks of tokens as the model commits them."""
+
+    name: str
+    layers: int
+    heads: int
+    head_dim: int
+    blocks: tuple[int, ...]
+    paper_span_blocks: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.blocks)
+
+
+# Shapes: the models' public configurations. Paper spans: its own where stated (LongCat: one span; 7,040 tokens at
+# width 256 and 9,360 at width 128 in table 9), else the block count that comes closest to them.
+GEOMETRIES = (
+    Geometry("longcat-480p", 48, 32, 128, (19 * 1560,), 1),
+    Geometry("causal-forcing-480p", 30, 12, 128, (3 * 1560,) * 8, 2),
+    Geometry("lingbot-v2-480p", 40, 40, 128, (4 * 1560,) * 4 + (2 * 1560,), 1),
+    Geometry("hy-5b-720p", 30, 24, 256, (4 * 880,) * 4, 2),
+    Geometry("matrix-game-2", 30, 12, 128, (3 * 880,) * 8, 4),
+)
+
+
+def structured(tokens: int, heads: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Keys-like data `[1, S, H, D]` in bf16: clusters of unequal spread, plus noise."""
+    centers = torch.randn(heads, 64, head_dim, generator=generator) * torch.logspace(0.5, -0.5, head_dim)
+    choice = torch.randint(0, 64, (tokens,), generator=generator)
+    noise = torch.randn(tokens, heads, head_dim, generator=generator)
+    return (centers[:, choice].transpose(0, 1) + 0.5 * noise).unsqueeze(0).bfloat16()
+
+
+def layouts(geometry: Geometry) -> dict[str, CacheSettings]:
+    """The layouts to compare: `paper` and `default` first, then every other method by its name."""
+    named = {
+        "paper": CacheSettings("quantwm-paper", centroids=256, rank=8, span_blocks=geometry.paper_span_blocks),
+        "default": CacheSettings("quantwm"),
+    }
+    others = [method for method in METHODS if method not in ("quantwm", "quantwm-paper", "off")]
+    return named | {method: CacheSettings(method) for method in others}
+
+
+def measure(geometry: Geometry, layout: str, settings: CacheSettings, heads: int) -> dict:
+    """One row: encode `heads` heads of one layer, scale to the whole cache."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(heads, geometry.head_dim, geometry.head_dim, generator=generator)
+    cache = WorldCache(
+        settings,
+        CacheGeometry(1, heads, geometry.head_dim),
+        value_metrics=[lambda: mixing @ mixing.transpose(1, 2)],
+    )
+    for tokens in geometry.blocks:
+        k, v = (structured(tokens, heads, geometry.head_dim, generator) for _ in range(2))
+        queries = structured(min(tokens, 2048), heads, geometry.head_dim, generator)
+        cache.layers[0].append(k, v, queries)
+        cache.commit(0)
+    record = cache.record()
+    scale = geometry.layers * geometry.heads / heads
+    packed_elements = cache.layers[0].packed_elements()
+    return {
+        "geometry": geometry.name,
+        "layout": layout,
+        "tokens": geometry.tokens,
+        "bits_per_element": round(8 * record["bytes_packed"] / packed_elements, 4),
+        "gib_bf16": round(record["bytes_bf16"] * scale / 2**30, 3),
+        "gib_packed": round(record["bytes_packed"] * scale / 2**30, 3),
+        "ratio_packed": record["ratio_packed"],
+        "ratio_resident": record["ratio_resident"],
+        "bytes_by_part": {part: round(count * scale) for part, count in record["bytes_by_part"].items()},
+        "measured_heads": heads,
+    }
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0]).parse_args()
+    heads = 1 if options.quick else 2
+    rows = []
+    for geometry in GEOMETRIES:
+        for layout, settings in layouts(geometry).items():
+            rows.append(measure(geometry, layout, settings, heads))
+    print(f"one layer, {heads} head(s) encoded and scaled to the whole model")
+    print_table(rows, COLUMNS)
+    write_json(options.json, "benchmarks.memory", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What packing costs in the picture: the tiny world in the real host, each method against full precision.
+
+    python -m benchmarks.quality [--json FILE] [--quick] [--worlds N] [--seeds N]
+
+Each world is given 21 true frames (a whole turn) and goes on for 15; the figures compare those 15 with the rollout on
+an uncompressed cache (psnr, ssim), with the true views that come back (revisit_psnr), and the logits under packed keys
+with those under true keys (top1_shift). Intervals are 95 %, over worlds and seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from .host import load_pack
+from .report import parser, print_table, write_json
+from .tiny_rollout import Worlds, prepare, sample
+
+COLUMNS = [
+    "method",
+    "variant",
+    "key_bits",
+    "value_bits",
+    "bits_per_element",
+    "ratio_resident",
+    "psnr_mean",
+    "psnr_ci95",
+    "psnr_min",
+    "ssim_mean",
+    "revisit_psnr_mean",
+    "top1_shift",
+    "seconds",
+]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row: a method with settings, and for ablations the parts of it that are switched off."""
+
+    method: str
+    name: str = "default"
+    key_bits: int = 2
+    value_bits: int = 2
+    settings: dict = field(default_factory=dict)
+    parts: dict = field(default_factory=dict)
+
+
+# Spans here have 288 tokens; eight centroids are as many tokens a centroid as the paper's shortest spans have.
+PAPER = {"centroids": 8, "rank": 8}
+VARIANTS = (
+    Variant("off"),
+    Variant("rtn"),
+    Variant("quantwm-paper", "affine + k-means", settings=PAPER, parts={"query_sensitive": False, "correction": False}),
+    Variant("quantwm-paper", "+ QSAC", settings=PAPER, parts={"correction": False}),
+    Variant("quantwm-paper", "+ PSAC (paper)", settings=PAPER),
+    Variant("quantwm"),
+    Variant("quantwm", "no feedback", parts={"feedback": False}),
+    Variant("quantwm", "no correction", parts={"correction": False}),
+    Variant("quantwm", "rank 8", settings={"rank": 8}),
+    Variant("quantwm-paper", "paper", 2, 16, PAPER),
+    Variant("quantwm-paper", "paper", 16, 2, PAPER),
+    Variant("quantwm-paper", "paper", 4, 4, PAPER),
+    Variant("quantwm", "default", 2, 16),
+    Variant("quantwm", "default", 16, 2),
+    Variant("quantwm", "default", 4, 4),
+)
+QUICK = (VARIANTS[0], VARIANTS[4], VARIANTS[5])
+
+
+def build_method(variant: Variant, settings):
+    """The method object of a variant; parts are fields of the method's class."""
+    methods = load_pack().quantwm_core.methods
+    method = methods.build_method(settings)
+    return type(method)(settings, **{"name": method.name, **variant.parts}) if variant.parts else method
+
+
+def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) -> dict:
+    """One row over all worlds and seeds; `references` are the frames of the uncompressed rollouts, one per seed."""
+    core = load_pack().quantwm_core
+    settings = core.CacheSettings(
+        method=variant.method, key_bits=variant.key_bits, value_bits=variant.value_bits, **variant.settings
+    )
+    method = build_method(variant, settings) if settings.compresses else None
+    psnr, ssim, revisit, probes, seconds = [], [], [], [], []
+    for seed, reference in enumerate(references):
+        probe = core.probe.LogitProbe()
+        patched, handle = load_pack().world_models.attach(worlds.model, settings, method=method, probe=probe)
+        started = time.perf_counter()
+        frames = worlds.decode(sample(worlds, patched, seed))
+        seconds.append(time.perf_counter() - started)
+        psnr += per_world_psnr(frames, reference)
+        ssim += per_world_ssim(frames, reference)
+        revisit += per_world_psnr(frames, worlds.true_frames[:, worlds.seed_frames :])
+        probes.append(probe.top1_shift)
+    record = handle.record
+    stored = record["bytes_packed"] + record["bytes_unpacked"]
+    bits = 8 * stored / (record["bytes_bf16"] / 2)
+    return {
+        "method": variant.method,
+        "variant": variant.name,
+        "key_bits": variant.key_bits if settings.compresses else 16,
+        "value_bits": variant.value_bits if settings.compresses else 16,
+        "bits_per_element": round(_unpacked_as_bf16(record, bits), 4),
+        "ratio_resident": record["ratio_resident"],
+        "psnr_mean": _mean(psnr),
+        "psnr_ci95": _ci95(psnr),
+        "psnr_min": round(min(psnr), 3),
+        "ssim_mean": _mean(ssim),
+        "revisit_psnr_mean": _mean(revisit),
+        "revisit_psnr_ci95": _ci95(revisit),
+        "top1_shift": _mean(probes),
+        "seconds": round(sum(seconds) / len(seconds), 2),
+        "psnr_each": [round(value, 3) for value in psnr],
+    }
+
+
+def per_world_psnr(frames: torch.Tensor, reference: torch.Tensor, ceiling: float = 100.0) -> list[float]:
+    """Peak signal-to-noise ratio in dB of each world, over all its frames; equal pictures give the ceiling."""
+    from torchmetrics.functional.image import peak_signal_noise_ratio
+
+    pairs = zip(frames.float(), reference.to(frames).float())
+    return [min(ceiling, float(peak_signal_noise_ratio(a, b, data_range=1.0))) for a, b in pairs]
+
+
+def per_world_ssim(frames: torch.Tensor, reference: torch.Tensor) -> list[float]:
+    """Structural similarity of each world, mean over its frames."""
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    pairs = zip(frames.float().movedim(-1, 2), reference.to(frames).float().movedim(-1, 2))
+    return [float(structural_similarity_index_measure(a, b, data_range=1.0)) for a, b in pairs]
+
+
+def _unpacked_as_bf16(record: dict, bits: float) -> float:
+    """Bits per scalar, with what stays unpacked counted at 16 bits even where the host computes in float32."""
+    if not record["bytes_unpacked"]:
+        return bits
+    packed_bits = 8 * record["bytes_packed"] / (record["bytes_bf16"] / 2)
+    sides = 2 - (record["key_bits"] != 16) - (record["value_bits"] != 16) if record["bytes_packed"] else 2
+    return packed_bits + 8 * sides
+
+
+def _mean(values: list[float]) -> float:
+    return round(sum(values) / len(values), 4)
+
+
+def _ci95(values: list[float]) -> float:
+    """Half width of the 95 % interval of the mean (normal approximation)."""
+    if len(values) < 2:
+        return math.nan
+    return round(1.96 * float(torch.tensor(values).std()) / math.sqrt(len(values)), 4)
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--worlds", type=int, default=12)
+    options.add_argument("--seeds", type=int, default=2)
+    arguments = options.parse_args()
+    count, seeds = (2, 1) if arguments.quick else (arguments.worlds, arguments.seeds)
+    worlds = prepare([1000 + i for i in range(count)])
+    references = [worlds.decode(sample(worlds, worlds.model, seed)) for seed in range(seeds)]
+    rows = []
+    for variant in QUICK if arguments.quick else VARIANTS:
+        rows.append(measure(variant, worlds, references))
+        print_table(rows[-1:], COLUMNS)
+    print(f"\n{count} worlds x {seeds} seeds")
+    print_table(rows, COLUMNS)
+    write_json(arguments.json, "benchmarks.quality", rows, worlds=count, seeds=seeds)
+
+
+if __name__ == "__main__":
+    main()
