@@ -63,7 +63,7 @@ class Progress:
             return
         elif event["type"] == "progress_text":
             self._has_text = True
-            self._show(", ".join(data["text"].splitlines()))
+            self._show(", ".join(line.strip() for line in data["text"].splitlines()))
         elif event["type"] == "progress_state" and not self._has_text:
             state = data["nodes"].get(self.timed_node)
             if state and state["value"]:
