@@ -57,7 +57,7 @@ def load_rows(pointer, tokens, valid, stride_s, D: tl.constexpr, W: tl.constexpr
 
 @triton.jit
 def load_grid(grid, n, first, D: tl.constexpr, W: tl.constexpr):
-    """Lowest value and step, float32 `[W]` each, of the channels from `first` on of a codebook's grid bf16 `[N, 2, D]`."""
+    """Lowest value and step, float32 `[W]` each, of a codebook's grid bf16 `[N, 2, D]`, from channel `first` on."""
     column = first + tl.arange(0, W)
     pointer = grid + n * 2 * D + column
     low = tl.load(pointer, mask=column < D, other=0.0).to(tl.float32)
@@ -80,7 +80,7 @@ def load_centroids(book, low, step, n, count, ids, valid, first, D: tl.constexpr
 def distance_keys(
     x, ref, operand, bias, n, count, D: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SLICES: tl.constexpr
 ):
-    """Sortable keys int32 `[T, KP]` of the distances of float32 `[T, W]` to all centroids; the low byte is the centroid.
+    """Sortable keys int32 `[T, KP]` of the distances of `[T, W]` to all centroids; the low byte is the centroid.
 
     The order is that of `bias - (x - ref) . operand`: half the squared distance, but for what all centroids share.
     16 bits of it decide, ties go to the lower index.

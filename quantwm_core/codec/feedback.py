@@ -17,7 +17,7 @@ DAMPING = 0.1
 
 
 def feedback_matrix(metric: torch.Tensor) -> torch.Tensor:
-    """Strictly block-lower-triangular weights fp16 `[N, D, D]` for symmetric positive semidefinite `[N, D, D]`."""
+    """Strictly block-lower-triangular weights bf16 `[N, D, D]` for symmetric positive semidefinite `[N, D, D]`."""
     channels = metric.shape[-1]
     device = metric.device
     work = metric.float()
@@ -25,12 +25,13 @@ def feedback_matrix(metric: torch.Tensor) -> torch.Tensor:
     eye = torch.eye(channels, device=device)
     work = torch.where(mean > 0, work / mean, 0.0) + DAMPING * eye
     # M = C C^T with C upper triangular is the Cholesky factorisation of M with both axes reversed.
-    upper = torch.linalg.cholesky(work.flip(-1, -2)).flip(-1, -2)
+    # Damping keeps it regular, so nothing is checked: a check would make the device wait.
+    upper = torch.linalg.cholesky_ex(work.flip(-1, -2), check_errors=False).L.flip(-1, -2)
     unit_lower = (upper / upper.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)).transpose(-1, -2)
     block = torch.arange(channels, device=device) // BLOCK
     within = (block[:, None] == block[None, :]) * unit_lower
     weights = torch.linalg.solve_triangular(within, unit_lower, upper=False, unitriangular=True)
-    return (weights * (block[:, None] > block[None, :])).half()
+    return (weights * (block[:, None] > block[None, :])).bfloat16()
 
 
 def quantize_with_feedback(
@@ -54,12 +55,11 @@ def quantize_with_feedback(
     weights = weights.float()
     codes = torch.empty_like(residual, dtype=torch.uint8)
     decoded = torch.empty_like(residual)
-    error = torch.zeros_like(residual)
+    owed = torch.zeros_like(residual)
     for start in range(0, channels, BLOCK):
         part = slice(start, min(start + BLOCK, channels))
-        target = residual[..., part]
-        if start:
-            target = target - error[..., :start] @ weights[:, part, :start].transpose(1, 2)
-        codes[..., part], decoded[..., part] = rounding(target, part)
-        error[..., part] = decoded[..., part] - residual[..., part]
+        codes[..., part], decoded[..., part] = rounding(residual[..., part] - owed[..., part], part)
+        # Errors are passed on in bf16, which is what matrix units take.
+        error = (decoded[..., part] - residual[..., part]).bfloat16().float()
+        owed += error @ weights[:, :, part].transpose(1, 2)
     return codes, decoded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 ITERATIONS = 5
@@ -15,6 +17,23 @@ def token_chunks(heads: int, tokens: int, centroids: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
+def scatter_step(tokens: int) -> int:
+    """A step, prime to `tokens` and near the golden section of it, that visits all tokens and never a pattern of them.
+
+    Tokens lie in image order. A sample at even distances keeps meeting the same columns of the image, which doubled
+    the logit error of keys on the tiny world; one in this order costs nothing.
+    """
+    step = max(1, round(tokens * (math.sqrt(5) - 1) / 2))
+    while math.gcd(step, tokens) != 1:
+        step += 1
+    return step
+
+
+def scattered_tokens(tokens: int, count: int, device: torch.device) -> torch.Tensor:
+    """Positions int64 `[min(count, tokens)]` of a sample spread over all tokens; see `scatter_step`."""
+    return torch.arange(min(count, tokens), device=device) * scatter_step(tokens) % tokens
+
+
 def nearest_centroid(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Index int64 `[N, S]` of the closest row of `centroids` `[N, K, D]` for each row of `x` `[N, S, D]`."""
     half_norms = centroids.square().sum(-1).unsqueeze(1) / 2
@@ -24,11 +43,17 @@ def nearest_centroid(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def kmeans(x: torch.Tensor, count: int, iterations: int = ITERATIONS) -> torch.Tensor:
-    """Centroids float `[N, K, D]` of `x` `[N, S, D]`, with K = min(count, S); an empty cluster keeps its centroid."""
+def kmeans(
+    x: torch.Tensor, count: int, iterations: int = ITERATIONS, start: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Centroids float `[N, K, D]` of `x` `[N, S, D]`, with K = min(count, S); an empty cluster keeps its centroid.
+
+    start: positions `[K]` of the tokens to begin with; evenly spaced ones by default.
+    """
     tokens = x.shape[1]
     count = min(count, tokens)
-    start = torch.arange(count, device=x.device) * tokens // count
+    if start is None:
+        start = torch.arange(count, device=x.device) * tokens // count
     centroids = x[:, start].clone()
     for _ in range(iterations):
         centroids = _update(x, centroids)

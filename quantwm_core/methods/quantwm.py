@@ -10,6 +10,7 @@ Against `quantwm-paper` at the same bit width:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from ..codec.bits import pack_bits, unpack_bits
 from ..codec.codebook import Codebook, gather_centroids
 from ..codec.feedback import feedback_matrix, quantize_with_feedback
-from ..codec.kmeans import kmeans, nearest_centroid
+from ..codec.kmeans import kmeans, nearest_centroid, scattered_tokens
 from ..codec.midrise import (
     channel_steps,
     decode_log_scales,
@@ -36,6 +37,9 @@ from .base import LayerState, raw_copy
 
 KEY_TOKENS_PER_CENTROID = 32
 VALUE_TOKENS_PER_CENTROID = 16
+# What a codebook is learned from and how long; from a scattered sample, more of either changes little.
+SAMPLE_PER_CENTROID = 32
+LEARNING_ITERATIONS = 4
 
 
 def automatic_rank(head_dim: int) -> int:
@@ -63,11 +67,11 @@ class QuantWM:
             tensors = {"k_raw": raw_copy(k)}
         else:
             rank = self._rank(head_dim) if moment is not None and self.correction else 0
-            tensors = self._encode_keys(by_heads(k), moment, rank, state)
+            tensors = self._encode_keys(k, moment, rank, state)
         if s.value_bits == 16:
             tensors |= {"v_raw": raw_copy(v)}
         else:
-            tensors |= self._encode_values(by_heads(v), batch, state)
+            tensors |= self._encode_values(v, state)
         state.tokens += tokens
         tensors = {n: t if n.endswith("_raw") else t.unflatten(0, (batch, heads)) for n, t in tensors.items()}
         return PackedSpan(
@@ -88,32 +92,35 @@ class QuantWM:
     def _rank(self, head_dim: int) -> int:
         return min(self.settings.rank or automatic_rank(head_dim), head_dim)
 
-    def _centroids(self, tokens: int, tokens_per_centroid: int) -> int:
-        return self.settings.centroids or max(1, min(MAX_CENTROIDS, tokens // tokens_per_centroid))
+    def centroid_count(self, tokens: int, tokens_per_centroid: int) -> int:
+        return min(tokens, self.settings.centroids or max(1, min(MAX_CENTROIDS, tokens // tokens_per_centroid)))
 
     def _encode_keys(
-        self, x: torch.Tensor, moment: torch.Tensor | None, rank: int, state: LayerState
+        self, k: torch.Tensor, moment: torch.Tensor | None, rank: int, state: LayerState
     ) -> dict[str, torch.Tensor]:
+        x = by_heads(k)
         tokens = x.shape[1]
-        book = Codebook.encode(kmeans(x, self._centroids(tokens, KEY_TOKENS_PER_CENTROID)))
+        book = learn_codebook(x, self.centroid_count(tokens, KEY_TOKENS_PER_CENTROID))
         centroids = book.decode()
         weights = channel_weights(moment, x)
         ids = assign_query_sensitive(x, centroids, weights, self.settings.group_size, self.settings.candidates)
-        basis = _key_basis(moment, rank, tokens, state)
-        steering = _steering(moment, basis) if moment is not None and self.feedback else None
+        basis = key_basis(moment, rank, tokens, state, key_directions)
+        steering = key_feedback(moment, basis) if moment is not None and self.feedback else None
         residual = x - gather_centroids(centroids, ids)
         tensors, decoded = self._encode_residual("k", residual, ids, self.settings.key_bits, steering)
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
         if basis is not None:
-            coefficients, scales, factor = encode_coefficients_int4((residual - decoded) @ basis.float())
+            error = (residual - decoded).bfloat16().float()
+            coefficients, scales, factor = encode_coefficients_int4(error @ basis.float())
             tensors |= {"k_psac_c": coefficients, "k_psac_c_scales": scales, "k_psac_c_factor": factor}
             tensors["k_psac_u"] = basis
         return tensors
 
-    def _encode_values(self, x: torch.Tensor, batch: int, state: LayerState) -> dict[str, torch.Tensor]:
+    def _encode_values(self, v: torch.Tensor, state: LayerState) -> dict[str, torch.Tensor]:
+        x = by_heads(v)
         tokens = x.shape[1]
         if state.due("v_centroids"):
-            book = Codebook.encode(kmeans(x, self._centroids(tokens, VALUE_TOKENS_PER_CENTROID)))
+            book = learn_codebook(x, self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID))
             state.learn("v_centroids", tokens, v_centroids=book.codes, v_centroids_grid=book.grid)
         if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
             state.learn("v_feedback", tokens, v_feedback=feedback_matrix(state.value_metric()))
@@ -122,7 +129,7 @@ class QuantWM:
         ids = nearest_centroid(x, centroids)
         steering = state.shared.get("v_feedback")
         if steering is not None:
-            steering = steering.repeat(batch, 1, 1)
+            steering = steering.repeat(v.shape[0], 1, 1)
         tensors, _ = self._encode_residual(
             "v", x - gather_centroids(centroids, ids), ids, self.settings.value_bits, steering
         )
@@ -153,24 +160,40 @@ class QuantWM:
         return tensors, decoded
 
 
-def _key_basis(moment: torch.Tensor | None, rank: int, tokens: int, state: LayerState) -> torch.Tensor | None:
-    """Leading query directions bf16 `[N, D, rank]`, learned again whenever the history has doubled."""
+def learn_codebook(x: torch.Tensor, count: int) -> Codebook:
+    """`count` centroids of `x` float `[N, S, D]`, from a sample of its tokens."""
+    sample = scattered_tokens(x.shape[1], SAMPLE_PER_CENTROID * count, x.device)
+    start = torch.arange(count, device=x.device)
+    return Codebook.encode(kmeans(x[:, sample], count, LEARNING_ITERATIONS, start))
+
+
+def key_basis(
+    moment: torch.Tensor | None,
+    rank: int,
+    tokens: int,
+    state: LayerState,
+    directions: Callable[[torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor | None:
+    """Leading query directions bf16 `[N, D, rank]`, found anew by `directions` whenever the history has doubled."""
     if moment is None or rank == 0:
         return None
     if state.due("k_psac_u"):
-        state.learn("k_psac_u", tokens, k_psac_u=leading_eigenvectors(moment, rank).bfloat16())
+        state.learn("k_psac_u", tokens, k_psac_u=directions(moment, rank))
     return state.shared["k_psac_u"]
 
 
-def _steering(moment: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
+def key_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
+    """bf16 `[N, D, rank]`, largest eigenvalue last."""
+    return leading_eigenvectors(moment, rank).bfloat16()
+
+
+def key_feedback(moment: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
     """Feedback weights for keys: directions that the correction restores anyway cost nothing, so errors go there."""
     if basis is not None:
         basis = basis.float()
         eye = torch.eye(moment.shape[-1], device=moment.device)
         complement = eye - basis @ basis.transpose(1, 2)
-        # What rounding leaves of a moment that the basis captures whole is no metric: it may not even be positive.
-        floor = 1e-3 * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-        moment = complement @ moment @ complement.transpose(1, 2) + floor * eye
+        moment = complement @ moment @ complement.transpose(1, 2)
     return feedback_matrix(moment)
 
 

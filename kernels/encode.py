@@ -1,0 +1,116 @@
+"""Packing a span for `quantwm`: the stages of the method on kernels, without a float copy of keys and values.
+
+Workspace beside the stored span, per head and token: 4 bytes a group of steps (keys and values, one after the other)
+and 4 bytes a direction of coefficients; per head: four tables of centroids. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from ..quantwm_core.backends import Between, OneOf, register
+from ..quantwm_core.codec.codebook import Codebook
+from ..quantwm_core.codec.feedback import feedback_matrix
+from ..quantwm_core.methods import LayerState, QuantWM
+from ..quantwm_core.methods.quantwm import (
+    KEY_TOKENS_PER_CENTROID,
+    VALUE_TOKENS_PER_CENTROID,
+    key_basis,
+    key_directions,
+    key_feedback,
+)
+from ..quantwm_core.query_stats import QueryStats
+from ..quantwm_core.span import PackedSpan
+from .decode import FAILURES
+from .encode_codebook import codebook_operands, learn_centroids, round_codebook
+from .encode_match import match
+from .encode_residual import encode_coefficients, encode_residual
+from .statistics import LARGEST_RANK, WIDEST, feedback_weights, leading_eigenvectors
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    """Rule: the fact is a multiple of `step`, up to `high`."""
+
+    step: int
+    high: int
+
+    def refusal(self, name: str, value: int) -> str | None:
+        fits = 0 < value <= self.high and value % self.step == 0
+        return None if fits else f"{name} is {value}, not a multiple of {self.step} up to {self.high}"
+
+
+@dataclass(frozen=True)
+class FusedQuantWM(QuantWM):
+    """`QuantWM` with its two encoders on kernels; policy, layout and decoding are the method's own."""
+
+    def _encode_keys(
+        self, k: torch.Tensor, moment: torch.Tensor | None, rank: int, state: LayerState
+    ) -> dict[str, torch.Tensor]:
+        k, s, tokens = _rows(k), self.settings, k.shape[1]
+        moment = None if moment is None else moment.contiguous()
+        count = self.centroid_count(tokens, KEY_TOKENS_PER_CENTROID)
+        book, operands = round_codebook(learn_centroids(k, count), moment)
+        matched = match(k, book, operands, s.key_bits, s.group_size, s.candidates)
+        basis = key_basis(moment, rank, tokens, state, _directions)
+        feedback = _key_feedback(moment, basis) if moment is not None and self.feedback else None
+        tensors, raw, peaks = encode_residual("k", k, book, matched, s.key_bits, s.group_size, feedback, basis)
+        tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
+        if basis is not None:
+            tensors |= encode_coefficients(raw, peaks) | {"k_psac_u": basis}
+        return tensors
+
+    def _encode_values(self, v: torch.Tensor, state: LayerState) -> dict[str, torch.Tensor]:
+        v, s, tokens = _rows(v), self.settings, v.shape[1]
+        if state.due("v_centroids"):
+            count = self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID)
+            book, operands = round_codebook(learn_centroids(v, count), None)
+            state.learn("v_centroids", tokens, v_centroids=book.codes, v_centroids_grid=book.grid)
+        else:
+            book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
+            operands = codebook_operands(book, None)
+        if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
+            state.learn("v_feedback", tokens, v_feedback=_value_feedback(state.value_metric()))
+        matched = match(v, book, operands, s.value_bits, s.group_size)
+        feedback = state.shared.get("v_feedback")
+        tensors, _, _ = encode_residual("v", v, book, matched, s.value_bits, s.group_size, feedback)
+        return tensors | {"v_centroids": book.codes, "v_centroids_grid": book.grid}
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`[B, S, H, D]` with contiguous channels."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
+    narrow = moment.shape[-1] <= WIDEST and rank <= LARGEST_RANK
+    return leading_eigenvectors(moment, rank) if narrow else key_directions(moment, rank)
+
+
+def _key_feedback(moment: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
+    return feedback_weights(moment, basis) if moment.shape[-1] <= WIDEST else key_feedback(moment, basis)
+
+
+def _value_feedback(metric: torch.Tensor) -> torch.Tensor:
+    return feedback_weights(metric.float()) if metric.shape[-1] <= WIDEST else feedback_matrix(metric)
+
+
+@register(
+    "encode_span",
+    "triton",
+    constraints={
+        "device": OneOf(("cuda",)),
+        "capability": Between((8, 0)),
+        "dtype": OneOf((torch.bfloat16, torch.float16)),
+        "method": OneOf(("quantwm",)),
+        "head_dim": MultipleOf(16, 256),
+        "tokens": Between(1, 1 << 22),
+    },
+    failures=FAILURES,
+)
+def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan:
+    """Pack keys and values `[B, S, H, D]` as `method.encode` does."""
+    fused = FusedQuantWM(**{f.name: getattr(method, f.name) for f in fields(QuantWM)})
+    return fused.encode(k, v, stats, state)

@@ -1,0 +1,113 @@
+"""Which centroid each token takes, and the steps of what is left: one pass over keys or values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..quantwm_core.codec.codebook import Codebook
+from ..quantwm_core.codec.groups import group_count
+from ..quantwm_core.codec.midrise import TWO_BIT_STEP
+from .encode_codebook import Operands
+from .encode_tiles import LARGEST, SLICE, distance_keys, head_pointer, load_centroids, load_grid, load_rows
+
+TILE = 64
+STEP_OVER_RMS = tl.constexpr(TWO_BIT_STEP)
+
+
+@dataclass
+class Match:
+    """ids uint8 `[N, S]`; wanted steps float `[N, S, G]`; peaks float `[N, tiles]`, the largest step of each tile."""
+
+    ids: torch.Tensor
+    wanted: torch.Tensor
+    peaks: torch.Tensor
+
+
+@triton.jit
+def _group_ranges(residual, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr):
+    """Highest minus lowest value of each group of channels, float32 `[T, W / GROUP]`; 0 where there is no channel."""
+    real = (tl.arange(0, W) < D)[None, :]
+    high = tl.max(tl.reshape(tl.where(real, residual, float("-inf")), (T, W // GROUP, GROUP)), axis=2)
+    low = tl.min(tl.reshape(tl.where(real, residual, float("inf")), (T, W // GROUP, GROUP)), axis=2)
+    return tl.where(high >= low, high - low, 0.0)
+
+
+@triton.jit
+def _group_steps(residual, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr):
+    """`midrise_step` of residuals that are zero beyond D: float32 `[T, W / GROUP]`."""
+    groups = tl.reshape(residual, (T, W // GROUP, GROUP))
+    peak = tl.max(tl.abs(groups), axis=2)
+    if BITS != 2:
+        return peak * (2.0 / ((1 << BITS) - 1))
+    # Normalised before squaring: values near the smallest float would vanish.
+    unit = groups * tl.where(peak > 0, 1.0 / tl.where(peak > 0, peak, 1.0), 0.0)[:, :, None]
+    size = tl.minimum(D - tl.arange(0, W // GROUP) * GROUP, GROUP)
+    mean = tl.sum(unit * unit, axis=2) / tl.maximum(size, 1).to(tl.float32)[None, :]
+    return STEP_OVER_RMS * peak * tl.sqrt(mean)
+
+
+@triton.jit
+def _match_kernel(
+    x, book, grid, ref, points, bias, weights, ids_out, wanted_out, peaks_out,
+    tokens, heads, count, candidates, stride_b, stride_s, stride_h,
+    D: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, T: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_RANGE: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    token = tile * T + tl.arange(0, T)
+    valid = token < tokens
+    column = tl.arange(0, W)
+    rows = load_rows(head_pointer(x, n, heads, stride_b, stride_h), token, valid, stride_s, D, W)
+    middle = tl.load(ref + n * D + column, mask=column < D, other=0.0)
+    keys = distance_keys(rows, middle, points, bias, n, count, D, W, KP, D // SLICE)
+    low, step = load_grid(grid, n, 0, D, W)
+    best = tl.min(keys, axis=1)
+    ids = best & 255
+    if BY_RANGE:
+        weight = tl.load(weights + n * D + column, mask=column < D, other=0.0)
+        group_weight = tl.sum(tl.reshape(weight, (W // GROUP, GROUP)), axis=1)[None, :]
+        cost = tl.full((T,), float("inf"), tl.float32)
+        candidate = best
+        for _ in range(candidates):
+            centroids = load_centroids(book, low, step, n, count, candidate & 255, valid, 0, D, W)
+            ranges = _group_ranges(rows - centroids, D, W, GROUP, T)
+            own = tl.sum(group_weight * ranges * ranges, axis=1)
+            ids = tl.where(own < cost, candidate & 255, ids)
+            cost = tl.minimum(own, cost)
+            keys = tl.where(keys == candidate[:, None], LARGEST, keys)
+            candidate = tl.min(keys, axis=1)
+    tl.store(ids_out + n * tokens + token, ids.to(tl.uint8), mask=valid)
+    centroids = load_centroids(book, low, step, n, count, ids, valid, 0, D, W)
+    residual = tl.where(valid[:, None] & (column < D)[None, :], rows - centroids, 0.0)
+    wanted = _group_steps(residual, BITS, D, W, GROUP, T)
+    group = tl.arange(0, W // GROUP)
+    pointer = wanted_out + (n * tokens + token)[:, None] * GROUPS + group[None, :]
+    tl.store(pointer, wanted, mask=valid[:, None] & (group < GROUPS)[None, :])
+    tl.store(peaks_out + n * tl.num_programs(1) + tile, tl.max(tl.max(wanted, axis=1), axis=0))
+
+
+def match(
+    x: torch.Tensor, book: Codebook, operands: Operands, bits: int, group_size: int, candidates: int | None = None
+) -> Match:
+    """Centroids and steps for `x` `[B, S, H, D]`: the nearest ones, or with `candidates` as QSAC chooses among them."""
+    batch, tokens, heads, width = x.shape
+    n, count = batch * heads, book.codes.shape[1]
+    groups, tiles = group_count(width, group_size), triton.cdiv(tokens, TILE)
+    result = Match(
+        x.new_empty(n, tokens, dtype=torch.uint8),
+        x.new_empty(n, tokens, groups, dtype=torch.float32),
+        x.new_empty(n, tiles, dtype=torch.float32),
+    )
+    _match_kernel[(n, tiles)](
+        x, book.codes, book.grid, operands.ref, operands.points, operands.bias, operands.weights,
+        result.ids, result.wanted, result.peaks,
+        tokens, heads, count, min(candidates or 1, count), *x.stride()[:3],
+        D=width, W=max(triton.next_power_of_2(width), group_size), KP=max(16, triton.next_power_of_2(count)), T=TILE,
+        BITS=bits, GROUP=group_size, GROUPS=groups, BY_RANGE=(candidates or 1) > 1,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,274 @@
+"""What the queries tell: their second moment, its leading directions, and the weights of error feedback.
+
+The two small matrix problems run as one program per head, with the 128 x 128 moment in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..quantwm_core import backends
+from ..quantwm_core.backends import Between, OneOf
+from ..quantwm_core.codec.feedback import BLOCK, DAMPING
+from .encode_tiles import INTERPRETED, head_pointer
+
+# Widest head whose moment fits in the registers of one program.
+WIDEST = 128
+LARGEST_RANK = 32
+# Programs that a moment's tokens are shared among, over all heads: about one for each multiprocessor of a large GPU.
+PROGRAMS = 132
+TOKEN_TILE = 64
+MOMENT_TILE = 128
+POWER_STEPS = 3
+JACOBI_SWEEPS = tl.constexpr(2)
+ROWS = tl.constexpr(BLOCK)
+# Three products of TF32 parts: as exact as float32, on the matrix units.
+EXACT = tl.constexpr("tf32x3")
+
+
+@triton.jit
+def _moment_kernel(
+    queries, partial, tokens, heads, share, stride_b, stride_s, stride_h,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Sum of q q^T over a share of the tokens; one program a head and tile of the moment, and share."""
+    tiles: tl.constexpr = (D + W - 1) // W
+    n = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
+    tile = tl.program_id(0) % (tiles * tiles)
+    part = tl.program_id(1).to(tl.int64)
+    row = (tile // tiles) * W + tl.arange(0, W)
+    column = (tile % tiles) * W + tl.arange(0, W)
+    base = head_pointer(queries, n, heads, stride_b, stride_h)
+    total = tl.zeros((W, W), tl.float32)
+    for start in range(part * share, tl.minimum((part + 1) * share, tokens), T):
+        token = start + tl.arange(0, T)
+        valid = token < tokens
+        at = base + token.to(tl.int64)[:, None] * stride_s
+        left = tl.load(at + row[None, :], mask=valid[:, None] & (row < D)[None, :], other=0.0)
+        right = tl.load(at + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0)
+        if INTERPRETED:
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+        total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
+    target = partial + (part * (tl.num_programs(0) // (tiles * tiles)) + n) * D * D
+    tl.store(target + row[:, None] * D + column[None, :], total, mask=(row < D)[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def _mean_kernel(partial, moment, size, tokens, PARTS: tl.constexpr, BLOCK_: tl.constexpr):
+    """Add up the shares in order and divide by the number of tokens."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK_ + tl.arange(0, BLOCK_)
+    total = tl.zeros((BLOCK_,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(partial + part * size + index, mask=index < size, other=0.0)
+    tl.store(moment + index, total / tokens, mask=index < size)
+
+
+@backends.register(
+    "second_moment",
+    "triton",
+    constraints={
+        "device": OneOf(("cuda",)),
+        "capability": Between((8, 0)),
+        "dtype": OneOf((torch.bfloat16, torch.float16)),
+        "head_dim": Between(16, 256),
+    },
+    failures=(RuntimeError, triton.CompilationError),
+)
+def second_moment(queries: torch.Tensor) -> torch.Tensor:
+    """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`."""
+    batch, tokens, heads, width = queries.shape
+    if queries.stride(-1) != 1:
+        queries = queries.contiguous()
+    n, side = batch * heads, min(MOMENT_TILE, max(16, triton.next_power_of_2(width)))
+    tiles = n * triton.cdiv(width, side) ** 2
+    share = TOKEN_TILE * triton.cdiv(tokens, TOKEN_TILE * max(1, PROGRAMS // tiles))
+    parts = triton.cdiv(tokens, share)
+    partial = queries.new_empty(parts, n, width, width, dtype=torch.float32)
+    moment = queries.new_empty(batch, heads, width, width, dtype=torch.float32)
+    _moment_kernel[(tiles, parts)](
+        queries, partial, tokens, heads, share, *queries.stride()[:3], D=width, W=side, T=TOKEN_TILE, num_warps=8
+    )
+    block = 1024
+    _mean_kernel[(triton.cdiv(moment.numel(), block),)](
+        partial, moment, moment.numel(), tokens, PARTS=parts, BLOCK_=block
+    )
+    return moment
+
+
+@triton.jit
+def _load_metric(metric, n, D: tl.constexpr, W: tl.constexpr):
+    row = tl.arange(0, W)
+    mask = (row < D)[:, None] & (row < D)[None, :]
+    return tl.load(metric + n * D * D + row[:, None] * D + row[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _trace(matrix, W: tl.constexpr):
+    row = tl.arange(0, W)
+    return tl.sum(tl.sum(tl.where(row[:, None] == row[None, :], matrix, 0.0), axis=1), axis=0)
+
+
+@triton.jit
+def _orthonormal(y, R: tl.constexpr):
+    """Modified Gram-Schmidt on the columns of `[W, R]`."""
+    column = tl.arange(0, R)[None, :]
+    for k in range(R):
+        own = tl.sum(tl.where(column == k, y, 0.0), axis=1)
+        square = tl.sum(own * own, axis=0)
+        own = own * tl.where(square > 0, 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0)), 0.0)
+        along = tl.sum(own[:, None] * y, axis=0)
+        y = tl.where(column == k, own[:, None], y - tl.where(column > k, own[:, None] * along[None, :], 0.0))
+    return y
+
+
+@triton.jit
+def _jacobi(small, R: tl.constexpr):
+    """Eigenvalues `[R]` and vectors `[R, R]` of a symmetric matrix that is nearly diagonal already.
+
+    Each round turns R / 2 disjoint pairs (i, i ^ round) at once, so that a sweep is R - 1 rounds.
+    """
+    i = tl.arange(0, R)[:, None]
+    j = tl.arange(0, R)[None, :]
+    vectors = tl.where(i == j, 1.0, 0.0)
+    for turn in range(JACOBI_SWEEPS * (R - 1)):
+        paired = j == (i ^ (turn % (R - 1) + 1))
+        diagonal = tl.where(i == j, small, 0.0)
+        mine = tl.sum(diagonal, axis=1)
+        theirs = tl.sum(tl.where(paired, tl.sum(diagonal, axis=0)[None, :], 0.0), axis=1)
+        off = tl.sum(tl.where(paired, small, 0.0), axis=1)
+        lower = tl.arange(0, R) < (tl.arange(0, R) ^ (turn % (R - 1) + 1))
+        # The angle that clears the pair's off-diagonal entry, the same for both of the pair.
+        ratio = tl.where(lower, theirs - mine, mine - theirs) / tl.where(off != 0, 2.0 * off, 1.0)
+        tangent = tl.where(ratio < 0, -1.0, 1.0) / (tl.abs(ratio) + tl.sqrt(1.0 + ratio * ratio))
+        tangent = tl.where(off != 0, tangent, 0.0)
+        cosine = 1.0 / tl.sqrt(1.0 + tangent * tangent)
+        sine = tl.where(lower, tangent, -tangent) * cosine
+        turned = tl.where(i == j, cosine[:, None], 0.0) + tl.where(paired, sine[:, None], 0.0)
+        half = tl.dot(tl.trans(turned), small, input_precision=EXACT)
+        small = tl.dot(half, turned, input_precision=EXACT)
+        vectors = tl.dot(vectors, turned, input_precision=EXACT)
+    return tl.sum(tl.where(i == j, small, 0.0), axis=1), vectors
+
+
+@triton.jit
+def _basis_kernel(
+    moment, basis, D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, R: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """Subspace iteration on R >= 2 RANK columns of the moment, then its best directions by Rayleigh and Ritz."""
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, W)
+    column = tl.arange(0, R)
+    metric = _load_metric(moment, n, D, W)
+    mean = _trace(metric, W) / D
+    scale = tl.where(mean > 0, 1.0 / tl.where(mean > 0, mean, 1.0), 0.0)
+    metric *= scale
+    start = moment + n * D * D + row[:, None] * D + ((column * D) // R)[None, :]
+    q = tl.load(start, mask=(row < D)[:, None], other=0.0) * scale
+    # Twice where columns may be almost parallel: once leaves them only nearly orthogonal.
+    q = _orthonormal(_orthonormal(q, R), R)
+    for _ in range(STEPS):
+        q = _orthonormal(tl.dot(metric, q, input_precision=EXACT), R)
+    q = _orthonormal(q, R)
+    small = tl.dot(tl.trans(q), tl.dot(metric, q, input_precision=EXACT), input_precision=EXACT)
+    values, vectors = _jacobi(small, R)
+    rivals = tl.sum(tl.where(column[:, None] == column[None, :], values[:, None], 0.0), axis=0)[None, :]
+    mine = values[:, None]
+    ahead = (rivals > mine) | ((rivals == mine) & (column[None, :] < column[:, None]))
+    place = RANK - 1 - tl.sum(ahead.to(tl.int32), axis=1)
+    chosen = tl.where(place[:, None] == tl.arange(0, RP)[None, :], 1.0, 0.0)
+    ritz = tl.dot(q, tl.dot(vectors, chosen, input_precision=EXACT), input_precision=EXACT)
+    direction = tl.arange(0, RP)[None, :]
+    pointer = basis + n * D * RANK + row[:, None] * RANK + direction
+    tl.store(pointer, ritz, mask=(row < D)[:, None] & (direction < RANK))
+
+
+def leading_eigenvectors(moment: torch.Tensor, rank: int) -> torch.Tensor:
+    """bf16 `[N, D, rank]` for the largest eigenvalues of float `[N, D, D]`, largest last; D <= 128, rank <= 32."""
+    n, width, _ = moment.shape
+    basis = moment.new_empty(n, width, rank, dtype=torch.bfloat16)
+    padded = max(16, triton.next_power_of_2(rank))
+    side = max(32, triton.next_power_of_2(width))
+    _basis_kernel[(n,)](
+        moment.contiguous(), basis, D=width, W=side, RANK=rank, RP=padded, R=min(2 * padded, side), STEPS=POWER_STEPS
+    )
+    return basis
+
+
+@triton.jit
+def _inverse(x):
+    """Inverse of a positive definite `[16, 16]`, by Gauss and Jordan without pivoting."""
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, ROWS)[None, :]
+    for k in range(ROWS):
+        row = tl.sum(tl.where(i == k, x, 0.0), axis=0)[None, :]
+        column = tl.sum(tl.where(j == k, x, 0.0), axis=1)[:, None]
+        pivot = 1.0 / tl.sum(tl.sum(tl.where((i == k) & (j == k), x, 0.0), axis=1), axis=0)
+        inner = x - column * row * pivot
+        x = tl.where(i == k, tl.where(j == k, pivot, row * pivot), tl.where(j == k, -column * pivot, inner))
+    return x
+
+
+@triton.jit
+def _without(metric, basis, n, D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr):
+    """(I - U U^T) M (I - U U^T) as M - U Z^T - Z U^T."""
+    row = tl.arange(0, W)[:, None]
+    direction = tl.arange(0, RP)[None, :]
+    mask = (row < D) & (direction < RANK)
+    u = tl.load(basis + n * D * RANK + row * RANK + direction, mask=mask, other=0.0).to(tl.float32)
+    y = tl.dot(metric, u, input_precision=EXACT)
+    z = y - 0.5 * tl.dot(u, tl.dot(tl.trans(u), y, input_precision=EXACT), input_precision=EXACT)
+    # U^T U is I only up to bf16; as in the eager twin the product stays symmetric either way.
+    metric -= tl.dot(u, tl.trans(z), input_precision=EXACT)
+    return metric - tl.dot(z, tl.trans(u), input_precision=EXACT)
+
+
+@triton.jit
+def _feedback_kernel(
+    metric, basis, weights, damping, D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr
+):
+    """Blocked factorisation M = N^T B N with N unit block lower triangular, from the last block of channels up.
+
+    N without its diagonal is what `codec.feedback.feedback_matrix` computes.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    blocks: tl.constexpr = W // ROWS
+    row = tl.arange(0, W)
+    inner = tl.arange(0, ROWS)
+    work = _load_metric(metric, n, D, W)
+    if RANK:
+        work = _without(work, basis, n, D, W, RANK, RP)
+    mean = _trace(work, W) / D
+    work *= tl.where(mean > 0, 1.0 / tl.where(mean > 0, mean, 1.0), 0.0)
+    work += tl.where(row[:, None] == row[None, :], damping, 0.0)
+    for turn in range(D // ROWS):
+        block = D // ROWS - 1 - turn
+        mine = (tl.arange(0, blocks) == block)[:, None, None]
+        panel = tl.sum(tl.where(mine, tl.reshape(work, (blocks, ROWS, W)), 0.0), axis=0)
+        here = (tl.arange(0, blocks) == block)[None, :, None]
+        square = tl.sum(tl.where(here, tl.reshape(panel, (ROWS, blocks, ROWS)), 0.0), axis=1)
+        solved = tl.dot(_inverse(square), panel, input_precision=EXACT)
+        solved = tl.where((row < block * ROWS)[None, :], solved, 0.0)
+        pointer = weights + n * D * D + (block * ROWS + inner)[:, None] * D + row[None, :]
+        tl.store(pointer, solved, mask=(row < D)[None, :])
+        work -= tl.dot(tl.trans(panel), solved, input_precision=EXACT)
+
+
+def feedback_weights(metric: torch.Tensor, basis: torch.Tensor | None = None) -> torch.Tensor:
+    """Weights bf16 `[N, D, D]` of `feedback_matrix` for float `[N, D, D]`, without the directions of bf16 `[N, D, R]`.
+
+    D <= 128, a multiple of 16.
+    """
+    n, width, _ = metric.shape
+    weights = metric.new_empty(n, width, width, dtype=torch.bfloat16)
+    rank = 0 if basis is None else basis.shape[-1]
+    metric = metric.contiguous()
+    _feedback_kernel[(n,)](
+        metric, metric if basis is None else basis.contiguous(), weights, DAMPING,
+        D=width, W=max(16, triton.next_power_of_2(width)), RANK=rank, RP=max(16, triton.next_power_of_2(rank)),
+        num_warps=8,
+    )  # fmt: skip
+    return weights
