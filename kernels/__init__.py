@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
+
+import torch
 
 from ..quantwm_core import backends
 
 logger = logging.getLogger(__name__)
 
-try:
-    import triton  # noqa: F401
-except ImportError as error:
-    backends.mark_unavailable("triton", f"not installed ({error})")
-    logger.info("QuantWM: Triton is not installed; the PyTorch path is used. It is optional and speeds up NVIDIA GPUs.")
-else:
-    from . import decode  # noqa: F401
+
+def _register() -> str | None:
+    """Import the kernels, which registers them; the reason when that is not possible."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "no NVIDIA GPU is visible"
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        logger.info("QuantWM: Triton is not installed; PyTorch does its work, slower.")
+        return f"Triton is not installed ({error})"
+    from . import decode, reading  # noqa: F401
+
+    return None
+
+
+_reason = _register()
+if _reason:
+    backends.mark_unavailable("triton", _reason)

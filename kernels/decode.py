@@ -12,7 +12,7 @@ from triton.runtime.errors import TritonError
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
-from .tables import CHUNK, FIELDS, Format, PieceTable, piece_table
+from .tables import CHUNK, FIELDS, PieceTable, piece_table
 from .tiles import (
     BITMAP,
     KEYS,
@@ -124,13 +124,16 @@ def decode_values_chunk(
 @triton.jit
 def decode_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
-    keys, values, out_b, out_s, out_h, heads, one,
+    keys, values, out_b, out_s, out_h, heads, origin, one,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr,
     SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr,
     FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to CHUNK tokens of one head's keys or values of one piece; the last pieces are the live block."""
+    """One program: up to CHUNK tokens of one head's keys or values, of a stored piece or (beyond them) the live block.
+
+    `origin` is the token that comes first in the output.
+    """
     head_side = tl.program_id(0)
     h = (head_side // 2).to(tl.int64)
     tile = tl.program_id(1)
@@ -141,7 +144,7 @@ def decode_kernel(
     if tile >= tile_count:
         first = (tile - tile_count).to(tl.int64) * CHUNK_
         count = tl.minimum(live_tokens - first, CHUNK_).to(tl.int32)
-        out += (live_start + first) * out_s
+        out += (live_start + first - origin) * out_s
         if is_key:
             copy_chunk(live_k + batch * kb + first * ks + h * kh, ks, keys + out, out_s, count, D, W, T)
         else:
@@ -150,7 +153,7 @@ def decode_kernel(
     row = rows + tl.load(tiles + 2 * tile) * FIELD_COUNT
     first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
     count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
-    out += (tl.load(row + START) + first) * out_s
+    out += (tl.load(row + START) + first - origin) * out_s
     if is_key:
         raw = tl.load(row + KEYS + RAW)
         if KEY_BITS == 16 or raw != 0:
@@ -160,8 +163,8 @@ def decode_kernel(
             copy_chunk(source, stride, keys + out, out_s, count, D, W, T)
         else:
             decode_keys_chunk(
-                row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK, SPARSE,
-                ZEROS_WIDTH, 0, CHUNK_, ALIGNED,
+                row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK,
+                SPARSE, ZEROS_WIDTH, 0, CHUNK_, ALIGNED,
             )  # fmt: skip
     else:
         raw = tl.load(row + VALUES + RAW)
@@ -172,8 +175,8 @@ def decode_kernel(
             copy_chunk(source, stride, values + out, out_s, count, D, W, T)
         else:
             decode_values_chunk(
-                row, first, count, head, values + out, out_s, one, D, W, T, VALUE_BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH,
-                VALUE_ZEROS_BIT, ALIGNED,
+                row, first, count, head, values + out, out_s, one, D, W, T, VALUE_BITS, GROUP, MIDRISE, BOOK,
+                ZEROS_WIDTH, VALUE_ZEROS_BIT, ALIGNED,
             )  # fmt: skip
 
 
@@ -182,31 +185,27 @@ def tile_width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def format_constants(form: Format | None, head_dim: int) -> dict:
-    """Compile-time constants of a layer's format; without packed pieces any format serves."""
-    if form is None:
-        form = Format("rtn", 16, 16, 64, 0, False)
-    groups = -(-head_dim // form.group_size)
-    bits = [b for b in (form.key_bits, form.value_bits) if b != 16]
-    key_zeros = 0 if form.key_bits == 16 else packed_width(groups, form.key_bits)
-    if len(bits) == 2 and bits[0] == bits[1]:
+def format_constants(numbers: list[int], head_dim: int) -> dict:
+    """Compile-time constants for a format (see `tables.Format.numbers`)."""
+    key_bits, value_bits, group_size, rank, sparse, midrise, book = numbers
+    groups = -(-head_dim // group_size)
+    if key_bits == value_bits:
         # Zero-points of both sides stand next to each other without a gap.
-        zeros_width, value_zeros_bit = packed_width(2 * groups, bits[0]), groups * bits[0]
+        zeros_width, value_zeros_bit = packed_width(2 * groups, key_bits), groups * key_bits
     else:
-        zeros_width = sum(packed_width(groups, b) for b in bits)
-        value_zeros_bit = 8 * key_zeros
-    midrise = form.method == "quantwm"
+        widths = [0 if bits == 16 else packed_width(groups, bits) for bits in (key_bits, value_bits)]
+        zeros_width, value_zeros_bit = sum(widths), 8 * widths[0]
     return {
         "D": head_dim,
         "W": tile_width(head_dim),
-        "KEY_BITS": form.key_bits,
-        "VALUE_BITS": form.value_bits,
-        "GROUP": form.group_size,
-        "RANK": form.rank,
-        "R": max(16, triton.next_power_of_2(form.rank)),
-        "MIDRISE": midrise,
-        "BOOK": form.method != "rtn",
-        "SPARSE": form.sparse,
+        "KEY_BITS": key_bits,
+        "VALUE_BITS": value_bits,
+        "GROUP": group_size,
+        "RANK": rank,
+        "R": max(16, triton.next_power_of_2(rank)),
+        "MIDRISE": bool(midrise),
+        "BOOK": bool(book),
+        "SPARSE": bool(sparse),
         "ZEROS_WIDTH": 0 if midrise else zeros_width,
         "VALUE_ZEROS_BIT": value_zeros_bit,
         "CHUNK_": CHUNK,
@@ -225,7 +224,7 @@ def decode_layer(method, pieces: Sequence[RawBlock | PackedSpan], keys: torch.Te
     pieces = [on_device(piece, keys.device) for piece in pieces]
     last = pieces[-1]
     # The live block is new at every call; its address is an argument, so that the table stays as it is.
-    live = last if isinstance(last, RawBlock) else RawBlock(keys[:, :0], values[:, :0])
+    live = last if isinstance(last, RawBlock) else RawBlock(*keys.new_empty(2, keys.shape[0], 0, *keys.shape[2:]))
     history = pieces[: len(pieces) - isinstance(last, RawBlock)]
     table = piece_table(history, keys.device)
     launch_decode(table, live, keys, values)
@@ -238,13 +237,34 @@ def on_device(piece: RawBlock | PackedSpan, device: torch.device) -> RawBlock | 
     return piece.to(device)
 
 
-def launch_decode(table: PieceTable, live: RawBlock, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Decode a table's pieces, then copy the live block."""
+def launch_decode(
+    table: PieceTable, live: RawBlock, keys: torch.Tensor, values: torch.Tensor, chunks: slice | None = None
+) -> None:
+    """Decode a table's pieces, or only some of its chunks, then copy the live block; `keys` starts at the first."""
+    tiles = table.tiles if chunks is None else table.tiles[chunks]
+    origin = 0 if chunks is None else table.first_token(chunks.start)
+    numbers = [table.tokens, origin, table.aligned, *table.format.numbers()]
+    decode_spans(table.rows, tiles, live.k, live.v, keys, values, numbers)
+
+
+@torch.library.custom_op(
+    "quantwm::decode_spans",
+    mutates_args=("keys", "values"),
+    schema="(Tensor rows, Tensor tiles, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, int[] numbers) -> ()",
+)
+def decode_spans(rows, tiles, k, v, keys, values, numbers):
+    """One launch, as an operator that torch.compile does not look into; the tables hold addresses."""
+    tokens, origin, aligned, *form = numbers
     batch, _, heads, head_dim = keys.shape
-    constants = format_constants(table.format, head_dim)
-    chunks = len(table.tiles) + triton.cdiv(live.tokens, CHUNK)
-    decode_kernel[2 * heads, chunks, batch](
-        table.rows, table.tiles, len(table.tiles), live.k, live.v, live.tokens, table.tokens,
-        *live.k.stride()[:3], *live.v.stride()[:3], keys, values, *keys.stride()[:3], heads, FLOAT_ONE,
-        **constants, **launch_shape(constants["W"]), ALIGNED=table.aligned,
+    constants = format_constants(form, head_dim)
+    grid = (2 * heads, len(tiles) + triton.cdiv(k.shape[1], CHUNK), batch)
+    decode_kernel[grid](
+        rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
+        keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
+        **constants, **launch_shape(constants["W"]), ALIGNED=bool(aligned),
     )  # fmt: skip
+
+
+@decode_spans.register_fake
+def _(rows, tiles, k, v, keys, values, numbers):
+    return None

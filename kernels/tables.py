@@ -51,6 +51,11 @@ class Format:
     rank: int
     sparse: bool
 
+    def numbers(self) -> list[int]:
+        """The format as whole numbers, the way an operator of torch can take it."""
+        midrise, book = self.method == "quantwm", self.method != "rtn"
+        return [self.key_bits, self.value_bits, self.group_size, self.rank, self.sparse, midrise, book]
+
     @classmethod
     def of(cls, spans: Sequence[PackedSpan]) -> Format:
         """The spans' common format. A span without a correction (rank 0) goes along with those that have one.
@@ -66,6 +71,10 @@ class Format:
         return cls(*next(iter(found)), max(ranks, default=0), sparse)
 
 
+# Where nothing is packed, any format serves.
+RAW_FORMAT = Format("rtn", 16, 16, 64, 0, False)
+
+
 @dataclass
 class PieceTable:
     """rows int64 `[pieces, fields]` and tiles int32 `[tiles, 2]` on the device; `keep` holds what rows point to."""
@@ -73,10 +82,15 @@ class PieceTable:
     rows: torch.Tensor
     tiles: torch.Tensor
     tokens: int
-    format: Format | None
+    format: Format
     aligned: bool
     keep: list[torch.Tensor]
     pieces: tuple[weakref.ref, ...]
+    chunk_starts: tuple[int, ...]
+
+    def first_token(self, chunk: int) -> int:
+        """Position of a chunk's first token among all tokens of the table; the end for the chunk after the last."""
+        return self.chunk_starts[chunk] if chunk < len(self.chunk_starts) else self.tokens
 
     def describes(self, pieces: Sequence) -> bool:
         return len(pieces) == len(self.pieces) and all(ref() is p for ref, p in zip(self.pieces, pieces))
@@ -89,7 +103,7 @@ _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
     """The table of these pieces, all on `device`; kept until the pieces change."""
     if not pieces:
-        return PieceTable(*torch.empty(2, 0, 2, dtype=torch.int64, device=device), 0, None, True, [], ())
+        return PieceTable(*torch.empty(2, 0, 2, dtype=torch.int64, device=device), 0, RAW_FORMAT, True, [], (), ())
     table = _tables.get(pieces[-1])
     if table is None or not table.describes(pieces):
         table = _tables[pieces[-1]] = _build(pieces, device)
@@ -97,22 +111,24 @@ def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -
 
 
 def _build(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
-    rows, tiles, keep, start = [], [], [], 0
+    rows, tiles, chunk_starts, keep, start = [], [], [], [], 0
     for index, piece in enumerate(pieces):
         row = _span_row(piece, keep) if isinstance(piece, PackedSpan) else raw_row(piece.k, piece.v, keep)
         row |= {"tokens": piece.tokens, "start": start}
         rows.append([row.get(field, 0) for field in FIELDS])
         tiles += [(index, first) for first in range(0, piece.tokens, CHUNK)]
+        chunk_starts += range(start, start + piece.tokens, CHUNK)
         start += piece.tokens
     spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
     return PieceTable(
         rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
         tiles=torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True),
         tokens=start,
-        format=Format.of(spans) if spans else None,
+        format=Format.of(spans) if spans else RAW_FORMAT,
         aligned=all(t.data_ptr() % ALIGNMENT == 0 for t in keep),
         keep=keep,
         pieces=tuple(weakref.ref(piece) for piece in pieces),
+        chunk_starts=tuple(chunk_starts),
     )
 
 

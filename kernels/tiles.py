@@ -268,6 +268,37 @@ def open_correction(
 
 
 @triton.jit
+def load_rows(
+    correction,
+    present,
+    row_index,
+    kept,
+    one,
+    RANK: tl.constexpr,
+    R: tl.constexpr,
+    T: tl.constexpr,
+    MIDRISE: tl.constexpr,
+):
+    """Coefficients of stored rows `row_index` `[T]`: whole numbers as floats `[T, R]`, and the unit `[T]` they count.
+
+    Tokens that are not `kept` get a unit of zero.
+    """
+    coefficients, scales, factor, _, _ = correction
+    kept = kept & present
+    if MIDRISE:
+        codes = (load_codes(coefficients, row_index, kept, one, (RANK + 1) // 2, 4, T, R) - 1.5) * 16
+        scale_code = tl.load(scales + row_index, mask=kept, other=255).to(tl.int32)
+        unit = log_scale(scale_code, 8, ROW_SCALE_PER_OCTAVE) * factor
+    else:
+        rank = tl.arange(0, R)
+        signed = coefficients.to(tl.pointer_type(tl.int8))
+        inside = kept[:, None] & (rank < RANK)[None, :]
+        codes = tl.load(signed + row_index[:, None] * RANK + rank[None, :], mask=inside, other=0).to(tl.float32)
+        unit = tl.load(scales.to(tl.pointer_type(tl.float16)) + row_index, mask=kept, other=0.0).to(tl.float32)
+    return codes, unit
+
+
+@triton.jit
 def load_correction(
     correction,
     present,
@@ -279,20 +310,9 @@ def load_correction(
     T: tl.constexpr,
     MIDRISE: tl.constexpr,
 ):
-    """C U^T, float32 `[T, W]`, from stored rows `row_index` `[T]`; tokens that are not `kept` get zeros.
+    """C U^T, float32 `[T, W]`.
 
-    The integer coefficients and the bf16 basis are exact operands of a matrix product; the scale comes after it.
+    The whole-number coefficients and the bf16 basis are exact operands of a matrix product; the unit comes after it.
     """
-    coefficients, scales, factor, _, basis = correction
-    kept = kept & present
-    if MIDRISE:
-        codes = (load_codes(coefficients, row_index, kept, one, (RANK + 1) // 2, 4, T, R) - 1.5) * 16
-        scale_code = tl.load(scales + row_index, mask=kept, other=255).to(tl.int32)
-        unit = log_scale(scale_code, 8, ROW_SCALE_PER_OCTAVE) * factor
-    else:
-        rank = tl.arange(0, R)
-        signed = coefficients.to(tl.pointer_type(tl.int8))
-        inside = kept[:, None] & (rank < RANK)[None, :]
-        codes = tl.load(signed + row_index[:, None] * RANK + rank[None, :], mask=inside, other=0)
-        unit = tl.load(scales.to(tl.pointer_type(tl.float16)) + row_index, mask=kept, other=0.0).to(tl.float32)
-    return unit[:, None] * tl.dot(codes.to(OPERAND), basis.to(OPERAND), out_dtype=tl.float32)
+    codes, unit = load_rows(correction, present, row_index, kept, one, RANK, R, T, MIDRISE)
+    return unit[:, None] * tl.dot(codes.to(OPERAND), correction[4].to(OPERAND), out_dtype=tl.float32)

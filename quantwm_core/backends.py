@@ -67,7 +67,11 @@ class Between:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run an operation. failures: exceptions that mean "this kernel cannot run here", not "wrong input"."""
+    """One way to run an operation.
+
+    failures: exceptions that mean "this kernel cannot run here", not "wrong input".
+    explain: facts of a call -> what the implementation decides by itself for such calls, for the record.
+    """
 
     operation: str
     backend: str
@@ -75,6 +79,7 @@ class Implementation:
     constraints: Mapping[str, Rule] = field(default_factory=dict)
     priority: int = 0
     failures: tuple[type[Exception], ...] = ()
+    explain: Callable[[Mapping[str, Any]], str] | None = None
 
     def refusals(self, facts: Mapping[str, Any]) -> list[str]:
         """Reasons why it cannot take a call with these facts; empty when it can."""
@@ -102,11 +107,12 @@ def register(
     constraints: Mapping[str, Rule] | None = None,
     priority: int = 0,
     failures: tuple[type[Exception], ...] = (),
+    explain: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Decorator: the function is `backend`'s implementation of `operation` and takes the eager twin's arguments."""
 
     def add(run: Callable) -> Callable:
-        entry = Implementation(operation, backend, run, constraints or {}, priority, failures)
+        entry = Implementation(operation, backend, run, constraints or {}, priority, failures, explain)
         known = _implementations.setdefault(operation, [])
         # A module that is imported again (a reload) replaces what it registered before.
         known[:] = [i for i in known if (i.backend, i.run.__qualname__) != (backend, run.__qualname__)] + [entry]
@@ -208,16 +214,14 @@ class Dispatcher:
 
     def __init__(self, setting: str = "auto") -> None:
         self.setting = setting
-        self.ran: dict[str, str] = {}
-        self.why: dict[str, str] = {}
+        self._last: dict[str, tuple[Choice, Mapping[str, Any]]] = {}
 
     def run(self, operation: str, facts: Mapping[str, Any], *args, **kwargs) -> Any:
         """Call the chosen implementation. One that fails to launch is replaced by the next, with one warning."""
         while True:
             choice = choose(operation, self.setting, facts)
             entry = choice.implementation
-            self.ran[operation] = entry.backend
-            self.why[operation] = "; ".join(choice.reasons)
+            self._last[operation] = choice, facts
             try:
                 return entry.run(*args, **kwargs)
             except entry.failures as error:
@@ -228,12 +232,13 @@ class Dispatcher:
                 _failed[_failure_key(entry, facts)] = reason
                 logger.warning("QuantWM: %s of %s %s; going on without it.", operation, entry.backend, reason)
 
-    def note(self, operation: str, text: str) -> None:
-        """Add what an implementation decided by itself, for the record."""
-        self.why[operation] = text
-
     def summary(self) -> tuple[str, str]:
         """What ran, in a word or two, and the reasons in a sentence, for the run's record."""
-        backends = sorted(set(self.ran.values()), key=lambda name: name == EAGER)
-        told = [f"{name} {self.ran[name]}" + (f" ({self.why[name]})" if self.why[name] else "") for name in self.ran]
-        return "+".join(backends) or EAGER, "; ".join(told)
+        backends = {choice.implementation.backend for choice, _ in self._last.values()}
+        told = []
+        for operation, (choice, facts) in self._last.items():
+            entry = choice.implementation
+            decided = (entry.explain(facts),) if entry.explain else ()
+            why = "; ".join(filter(None, (*choice.reasons, *decided)))
+            told.append(f"{operation} {entry.backend}" + (f" ({why})" if why else ""))
+        return "+".join(sorted(backends, key=lambda name: name == EAGER)) or EAGER, "; ".join(told)

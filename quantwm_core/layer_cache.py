@@ -145,7 +145,10 @@ class LayerCache:
         v: torch.Tensor,
         attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """`attention(q, k, v)` of `queries` over history and the live block; all `[B, S, H, D]`."""
+        """Attention of `queries` over history and the live block, all `[B, S, H, D]`; returns `[B, T, H * D]`.
+
+        `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
+        """
         self._check_shape(k, v)
         pieces = [entry.stored for entry in self.entries] + self.pending + [RawBlock(k, v)]
         facts = self._facts(queries)

@@ -44,5 +44,8 @@ def attend_packed(
     attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     read: Callable[[], tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """Attention of `queries` `[B, T, H, D]` over all pieces: read them as plain tensors, then `attention(q, k, v)`."""
+    """Attention of `queries` `[B, T, H, D]` over all pieces: read them as plain tensors, then `attention(q, k, v)`.
+
+    Like the host's attention functions, `attention` and this return `[B, T, H * D]`.
+    """
     return attention(queries, *read())

@@ -1,0 +1,180 @@
+"""Attention straight on packed keys and values: no decoded copy of the cache exists, not even of one layer.
+
+Every block of queries decodes the tiles again, in registers, so this is the way when the memory for a decoded layer is
+not there, or when queries are few. `reading` chooses between the two.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ..quantwm_core.span import RawBlock
+from .decode import FLOAT_ONE, format_constants
+from .tables import PieceTable
+from .tiles import (
+    KEYS,
+    OPERAND,
+    PSAC_U,
+    RAW,
+    RAW_B,
+    RAW_H,
+    RAW_S,
+    TOKENS,
+    VALUES,
+    load_rows,
+    load_side,
+    open_correction,
+    open_side,
+)
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def softmax_step(scores, valid, v, peak, total, acc):
+    """Online softmax over one more tile: `scores` `[M, N]` in powers of two, values `[N, W]`."""
+    scores = tl.where(valid[None, :], scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    p = tl.exp2(scores - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    acc = tl.dot(p.to(OPERAND), v.to(OPERAND), acc * decay[:, None])
+    return new_peak, total * decay + tl.sum(p, 1), acc
+
+
+@triton.jit
+def attend_raw(
+    q, k, k_stride, v, v_stride, count, scale, peak, total, acc, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr
+):
+    """`count` tokens in full precision."""
+    column = tl.arange(0, W)
+    for offset in range(0, count, N):
+        token = offset + tl.arange(0, N)
+        valid = token < count
+        mask = valid[:, None] & (column < D)[None, :]
+        k_tile = tl.load(k + token[:, None] * k_stride + column[None, :], mask=mask, other=0.0)
+        v_tile = tl.load(v + token[:, None] * v_stride + column[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k_tile.to(OPERAND)), out_dtype=tl.float32)
+        peak, total, acc = softmax_step(scores * scale, valid, v_tile, peak, total, acc)
+    return peak, total, acc
+
+
+@triton.jit
+def attend_packed_chunk(
+    q, row, first, count, head, scale, one, peak, total, acc,
+    D: tl.constexpr, W: tl.constexpr, N: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """`count` tokens of a packed span. The correction enters the scores as (Q U) C^T."""
+    keys = open_side(row, KEYS, head, first, D, W, KEY_BITS, GROUP, True, True, ALIGNED)
+    values = open_side(row, VALUES, head, first, D, W, VALUE_BITS, GROUP, True, True, ALIGNED)
+    if RANK:
+        correction = open_correction(row, head, first, D, W, RANK, R, True, False, ALIGNED)
+        present = tl.load(row + PSAC_U) != 0
+        projected = tl.dot(q, tl.trans(correction[4].to(OPERAND)), out_dtype=tl.float32).to(OPERAND)
+    for offset in range(0, count, N):
+        token = offset + tl.arange(0, N)
+        valid = token < count
+        k = load_side(keys, row, token, valid, one, D, W, N, KEY_BITS, GROUP, True, True, 0, 0)
+        scores = tl.dot(q, tl.trans(k.to(OPERAND)), out_dtype=tl.float32)
+        if RANK:
+            codes, unit = load_rows(correction, present, token, valid, one, RANK, R, N, True)
+            scores = tl.dot(projected, tl.trans((codes * unit[:, None]).to(OPERAND)), scores)
+        v = load_side(values, row, token, valid, one, D, W, N, VALUE_BITS, GROUP, True, True, 0, 0)
+        peak, total, acc = softmax_step(scores * scale, valid, v, peak, total, acc)
+    return peak, total, acc
+
+
+@triton.jit
+def attention_kernel(
+    rows, tiles, tile_count, queries, qb, qs, qh, live_k, live_v, live_tokens, kb, ks, kh, vb, vs, vh,
+    out, ob, os, oh, heads, query_count, scale, one,
+    D: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, CHUNK_: tl.constexpr,
+    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One program: M queries of one head over all stored pieces and the live block."""
+    h = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    head = batch * heads + h
+    query = tl.program_id(0) * M + tl.arange(0, M)
+    column = tl.arange(0, W)
+    mask = (query < query_count)[:, None] & (column < D)[None, :]
+    place = queries + batch * qb + h * qh
+    q = tl.load(place + query[:, None] * qs + column[None, :], mask=mask, other=0.0).to(OPERAND)
+    peak = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, W), tl.float32)
+    for tile in range(tile_count):
+        row = rows + tl.load(tiles + 2 * tile) * FIELD_COUNT
+        first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
+        count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
+        raw = tl.load(row + KEYS + RAW)
+        if raw != 0:
+            k_stride = tl.load(row + KEYS + RAW_S).to(tl.int32)
+            v_stride = tl.load(row + VALUES + RAW_S).to(tl.int32)
+            k = raw.to(tl.pointer_type(queries.dtype.element_ty)) + first * k_stride
+            k += batch * tl.load(row + KEYS + RAW_B) + h * tl.load(row + KEYS + RAW_H)
+            v = tl.load(row + VALUES + RAW).to(tl.pointer_type(queries.dtype.element_ty)) + first * v_stride
+            v += batch * tl.load(row + VALUES + RAW_B) + h * tl.load(row + VALUES + RAW_H)
+            peak, total, acc = attend_raw(q, k, k_stride, v, v_stride, count, scale, peak, total, acc, D, W, N)
+        else:
+            peak, total, acc = attend_packed_chunk(
+                q, row, first, count, head, scale, one, peak, total, acc,
+                D, W, N, KEY_BITS, VALUE_BITS, GROUP, RANK, R, ALIGNED,
+            )  # fmt: skip
+    k = live_k + batch * kb + h * kh
+    v = live_v + batch * vb + h * vh
+    peak, total, acc = attend_raw(q, k, ks, v, vs, live_tokens, scale, peak, total, acc, D, W, N)
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + batch * ob + h * oh + query[:, None] * os + column[None, :], result, mask=mask)
+
+
+def launch_shape(width: int, queries: int) -> dict:
+    """Queries and keys of a tile, and warps: as many queries as fit, because each block of them decodes all keys."""
+    queries_a_tile = 128 if width <= 128 else 64
+    return {
+        "M": min(queries_a_tile, max(16, triton.next_power_of_2(queries))),
+        "N": 64 if width <= 128 else 32,
+        "num_warps": 8 if queries_a_tile == 128 else 4,
+        "num_stages": 1,
+    }
+
+
+def attend_spans(table: PieceTable, live: RawBlock, queries: torch.Tensor) -> torch.Tensor:
+    """Attention of `queries` `[B, T, H, D]` over a table's pieces and the live block; same shape and type.
+
+    Packed pieces must be of method `quantwm`.
+    """
+    if queries.stride(-1) != 1:
+        queries = queries.contiguous()
+    return attend_tables(table.rows, table.tiles, queries, live.k, live.v, [table.aligned, *table.format.numbers()])
+
+
+@torch.library.custom_op(
+    "quantwm::attend_spans",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor tiles, Tensor queries, Tensor k, Tensor v, int[] numbers) -> Tensor",
+)
+def attend_tables(rows, tiles, queries, k, v, numbers):
+    """One launch, as an operator that torch.compile does not look into; the tables hold addresses."""
+    aligned, *form = numbers
+    batch, count, heads, head_dim = queries.shape
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    constants = format_constants(form, head_dim)
+    wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "CHUNK_", "FIELD_COUNT")
+    shape = launch_shape(constants["W"], count)
+    attention_kernel[triton.cdiv(count, shape["M"]), heads, batch](
+        rows, tiles, len(tiles), queries, *queries.stride()[:3], k, v, k.shape[1], *k.stride()[:3], *v.stride()[:3],
+        out, *out.stride()[:3], heads, count, head_dim**-0.5 * LOG2_E, FLOAT_ONE,
+        **{name: constants[name] for name in wanted}, **shape, ALIGNED=bool(aligned),
+    )  # fmt: skip
+    return out
+
+
+@attend_tables.register_fake
+def _(rows, tiles, queries, k, v, numbers):
+    return torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)

@@ -1,0 +1,199 @@
+"""attend_packed on a GPU: the ways to attend to a packed history, and which of them is fastest where.
+
+Ways:
+- host: decode the layer into a workspace, then the attention function that the host chose;
+- cudnn, flash, efficient: the same workspace, then that backend of the installed torch;
+- packed: no workspace at all, see `attention`;
+- pieces: decode a bounded part at a time, merge the parts' results by their log-sum-exp. Only where a whole layer does
+  not fit and the packed kernel cannot read the method.
+They are timed once per shape, where length counts by powers of two; a way must win clearly to replace an earlier one,
+so that the choice, and with it the last bits of the result, stays the same from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..quantwm_core.backends import Between, OneOf, register
+from ..quantwm_core.span import PackedSpan, RawBlock
+from .attention import attend_spans
+from .decode import FAILURES, launch_decode, on_device
+from .tables import PieceTable, piece_table
+
+SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+CLEARLY_FASTER = 0.9
+TIMED_RUNS = 3
+# Share of the free memory that a decoded layer may take, and the size of one part when it may not.
+WORKSPACE_SHARE = 0.8
+PART_BYTES = 256 << 20
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_chosen: dict[tuple, tuple[str, str]] = {}
+
+
+def explain(facts: dict) -> str:
+    """What was chosen for calls like this one, and by which times, for the run's record."""
+    shape = tuple(facts[name] for name in ("batch", "tokens", "heads", "head_dim"))
+    return "; ".join(why for key, (_, why) in _chosen.items() if key[1:3] == (facts["dtype"], shape))
+
+
+@register(
+    "attend_packed",
+    "triton",
+    {
+        "device": OneOf(("cuda",)),
+        "capability": Between((8, 0)),
+        "dtype": OneOf((torch.bfloat16, torch.float16)),
+        "head_dim": Between(16, 256),
+    },
+    failures=FAILURES,
+    explain=explain,
+)
+def attend_packed(
+    queries: torch.Tensor,
+    pieces: Sequence[RawBlock | PackedSpan],
+    method,
+    attention: Attention,
+    read: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """Twin of `quantwm_core.operations.attend_packed` by the fastest way that fits the memory."""
+    tokens = sum(piece.tokens for piece in pieces)
+    key = (queries.device, queries.dtype, tuple(queries.shape), tokens.bit_length(), packed_refusal(pieces))
+    if key not in _chosen:
+        _chosen[key] = _choose(queries, pieces, attention, read, tokens)
+    way = _chosen[key][0]
+    if way in ("packed", "pieces"):
+        history, live = _split(pieces, queries)
+        table = piece_table(history, queries.device)
+        merged = attend_spans(table, live, queries) if way == "packed" else attend_parts(table, live, queries)
+        return merged.flatten(2)
+    return _attend(way, queries, *read(), attention)
+
+
+def _attend(way: str, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention):
+    if way == "host":
+        return attention(queries, keys, values)
+    with sdpa_kernel([SDPA[way]]):
+        out = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (queries, keys, values)))
+    return out.transpose(1, 2).flatten(2)
+
+
+def _split(pieces: Sequence[RawBlock | PackedSpan], queries: torch.Tensor) -> tuple[list, RawBlock]:
+    """Stored pieces, on the device, and the live block that comes last."""
+    *history, live = pieces
+    return [on_device(piece, queries.device) for piece in history], live
+
+
+def packed_refusal(pieces: Sequence[RawBlock | PackedSpan]) -> str | None:
+    """Why the packed kernel cannot read these pieces, or None."""
+    spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
+    if not spans:
+        return "nothing is packed yet"
+    if any(span.method != "quantwm" for span in spans):
+        return f"packed reads method quantwm only, not {spans[0].method}"
+    if any(16 in (span.key_bits, span.value_bits) for span in spans):
+        return "packed needs both keys and values packed"
+    return None
+
+
+def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) -> tuple[str, str]:
+    """The way for this shape and the reason, by timing what fits."""
+    shape = f"{queries.shape[1]} queries on {tokens} keys"
+    refusal = packed_refusal(pieces)
+    history, live = _split(pieces, queries)
+    ways: dict[str, Callable] = {}
+    if _workspace_fits(queries, tokens):
+        keys, values = read()
+        for way in ("host", *SDPA):
+            ways[way] = lambda way=way: _attend(way, queries, keys, values, attention)
+        # All but the packed kernel decode first, so its time may be longer by that.
+        decode_ms = _time(read)
+    else:
+        decode_ms = 0.0
+        if refusal:
+            return "pieces", f"{shape}: pieces (a decoded layer does not fit the memory; {refusal})"
+    times = {}
+    for way, run in ways.items():
+        times[way] = decode_ms + _time(run)
+    if not refusal:
+        table = piece_table(history, queries.device)
+        times["packed"] = _time(lambda: attend_spans(table, live, queries))
+    best = next(iter(times))
+    for way, ms in times.items():
+        if ms < CLEARLY_FASTER * times[best]:
+            best = way
+    told = ", ".join(f"{way} {ms:.2f} ms" for way, ms in times.items() if ms != float("inf"))
+    return best, f"{shape}: {best} ({told})"
+
+
+def _workspace_fits(queries: torch.Tensor, tokens: int) -> bool:
+    batch, _, heads, head_dim = queries.shape
+    needed = 2 * batch * tokens * heads * head_dim * queries.element_size()
+    free, _ = torch.cuda.mem_get_info(queries.device)
+    cached = torch.cuda.memory_reserved(queries.device) - torch.cuda.memory_allocated(queries.device)
+    return needed < WORKSPACE_SHARE * (free + cached)
+
+
+def _time(run: Callable) -> float:
+    """Milliseconds, the best of a few runs; infinite for a way that this torch or GPU does not have."""
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES:
+        return float("inf")
+    best = float("inf")
+    for _ in range(TIMED_RUNS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        best = min(best, start.elapsed_time(stop))
+    return best
+
+
+def attend_parts(table: PieceTable, live: RawBlock, queries: torch.Tensor) -> torch.Tensor:
+    """Attention `[B, T, H, D]` with a workspace of at most about PART_BYTES: decode a part, attend, merge."""
+    batch, _, heads, head_dim = queries.shape
+    chunk = max(1, PART_BYTES // (2 * batch * heads * head_dim * queries.element_size() * _chunk_tokens(table)))
+    parts = [slice(first, first + chunk) for first in range(0, len(table.tiles), chunk)]
+    nothing = RawBlock(live.k[:, :0], live.v[:, :0])
+    result = attend_with_lse(queries, live.k, live.v)
+    for part in parts:
+        tokens = table.first_token(part.stop) - table.first_token(part.start)
+        keys, values = torch.empty(2, batch, tokens, heads, head_dim, dtype=queries.dtype, device=queries.device)
+        launch_decode(table, nothing, keys, values, part)
+        result = merge(*result, *attend_with_lse(queries, keys, values))
+    return result[0].to(queries.dtype).transpose(1, 2)
+
+
+def _chunk_tokens(table: PieceTable) -> int:
+    return -(-table.tokens // max(1, len(table.tiles)))
+
+
+def attend_with_lse(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple:
+    """Flash attention and the log of each query's softmax sum: float32 `[B, H, T, D]` and `[B, H, T]`."""
+    q, k, v = (t.transpose(1, 2) for t in (queries, keys, values))
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    else:
+        missing = -q.shape[-1] % 8
+        padded = (torch.nn.functional.pad(t, (0, missing)) for t in (q, k, v)) if missing else (q, k, v)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*padded, scale=q.shape[-1] ** -0.5)[:2]
+    return out[..., : q.shape[-1]].float(), lse
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple:
+    """Attention over the union of two sets of keys from the attention over each."""
+    total = torch.logaddexp(lse, other_lse)
+    weight, other_weight = (lse - total).exp().unsqueeze(-1), (other_lse - total).exp().unsqueeze(-1)
+    return out * weight + other * other_weight, total

@@ -1,0 +1,56 @@
+"""Kernels compile for the GPUs people have, on a machine that has none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.host import ROOT
+
+CAPABILITIES = [80, 86, 89, 90, 120]
+# Triton is imported once a process, interpreted or not; these need the compiler.
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from benchmarks.bare_pack import bare_module
+
+decode, attention, tables = (bare_module(f"kernels.{name}") for name in ("decode", "attention", "tables"))
+POINTERS = {"rows": "*i64", "tiles": "*i32", "scale": "fp32"}
+POINTERS |= dict.fromkeys(("live_k", "live_v", "keys", "values", "queries", "out"), "*bf16")
+
+def build(kernel, constants, options, capability):
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"]
+    print(kernel.__name__, capability, compiled.metadata.shared, "bytes of shared memory")
+    return compiled.metadata.shared
+
+def split(shape):
+    options = {name: shape.pop(name) for name in ("num_warps", "num_stages") if name in shape}
+    return shape, options
+
+capability = int(sys.argv[1])
+for form, width in ((("quantwm", 2, 2, 64, 16, False), 128), (("quantwm-paper", 2, 2, 64, 8, True), 80)):
+    constants = decode.format_constants(tables.Format(*form).numbers(), width) | {"ALIGNED": True}
+    shape, options = split(decode.launch_shape(constants["W"]))
+    build(decode.decode_kernel, constants | shape, options, capability)
+    if form[0] == "quantwm":
+        shape, options = split(attention.launch_shape(constants["W"], 4680))
+        shared = build(attention.attention_kernel, constants | shape, options, capability)
+        assert shared <= 99 * 1024, "more shared memory than an sm_86, sm_89 or sm_120 block may have"
+"""
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_read_kernels_compile(capability):
+    pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA compiler")
+    env = {"PYTHONPATH": str(ROOT), "PATH": "", "TRITON_INTERPRET": "0", "HOME": str(ROOT / "out")}
+    run = subprocess.run([sys.executable, "-c", COMPILE, str(capability)], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
