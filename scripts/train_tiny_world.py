@@ -4,8 +4,13 @@
 
 Needs a ComfyUI checkout (COMFYUI_PATH, or the one that scripts/setup fetched). Writes world.safetensors,
 codec.safetensors, world_teacher.safetensors, train.log and preview.png (true frames above generated ones)
-into DIR, and prints what they are worth. --resume goes on from such a folder. Under torchrun it uses several
-GPUs. Eight minutes are meant for an H200; --quick only walks through the code, in about a minute on two cores.
+into DIR, and prints what they are worth. --resume goes on from such a folder. Several GPUs share the world's
+half of the work, after one has made the codecs:
+
+    python scripts/train_tiny_world.py --out DIR --only codecs
+    torchrun --nproc_per_node 2 scripts/train_tiny_world.py --out DIR --only worlds
+
+Eight minutes are meant for an H200; --quick only walks through the code, in about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ def main() -> None:
 
     from training.tiny_world import pipeline, ranks
 
+    if ranks.world_size() > 1 and arguments.only != "worlds":
+        raise SystemExit("Several processes train only the world. Run --only codecs first, in one process.")
     _log_to(arguments.out / f"{arguments.only or 'train'}.log", quiet=ranks.rank() > 0)
     device = ranks.start()
     torch.manual_seed(ranks.rank())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ def train_codecs(plan: Plan, out: Path, device: torch.device, start: Path | None
         wide = train_codec(plan, device)
         save_codec(wide, out / WIDE_CODEC)
     else:
+        shutil.copyfile(start / WIDE_CODEC, out / WIDE_CODEC)
         wide = codec_module.load_codec(start / WIDE_CODEC).to(device).requires_grad_(False)
     save_codec(slim_codec(wide, plan, device), out / CODEC)
 
@@ -41,7 +43,7 @@ def train_worlds(plan: Plan, out: Path, device: torch.device, start: Path | None
     several = make_attention(plan, plan.copies, device)
     model = build_model(device)
     if start is not None:
-        load_world(model, start / WORLD)
+        load_world(model, start / TEACHER)
 
     def save_teacher(model: torch.nn.Module, steps: int) -> None:
         if ranks.rank() == 0:

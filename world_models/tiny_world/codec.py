@@ -184,9 +184,7 @@ class TinyWorldVAE(comfy.sd.VAE):
         # Three activations of the widest layer, at half the picture's size, are alive at once.
         per_pixel = 3 * 4 * config.width / 4
         self.memory_used_encode = lambda shape, dtype: per_pixel * _volume(shape) * dtype.itemsize
-        self.memory_used_decode = lambda shape, dtype: (
-            per_pixel * DOWNSCALE**2 * _volume(shape) * dtype.itemsize
-        )
+        self.memory_used_decode = lambda shape, dtype: per_pixel * DOWNSCALE**2 * _volume(shape) * dtype.itemsize
 
     def _place(self) -> None:
         management = comfy.model_management

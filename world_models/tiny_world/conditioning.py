@@ -45,6 +45,5 @@ def check_motion(turn_rate: float, orbit: float) -> None:
     low, high = ORBIT_RANGE
     if not low <= orbit <= high:
         raise ValueError(
-            f"orbit must be between {low:g} and {high:g}, got {orbit:g}. "
-            f"Set it to 0 for a camera that only turns."
+            f"orbit must be between {low:g} and {high:g}, got {orbit:g}. Set it to 0 for a camera that only turns."
         )

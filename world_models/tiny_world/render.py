@@ -17,7 +17,7 @@ from torch import Tensor
 
 HEIGHT, WIDTH = 128, 192
 
-TURN_RATE_RANGE = (8.0, 22.0)  # degrees a frame, either direction; what the model was trained on
+TURN_RATE_RANGE = (14.0, 22.0)  # degrees a frame, either direction; what the model was trained on
 ORBIT_RANGE = (0.0, 0.35)  # radius of the camera's circle
 
 _HALF_ROOM = 2.0
@@ -192,9 +192,7 @@ def _paint_walls(rooms: Rooms, wall: Tensor, depth: Tensor, along: Tensor, slope
     checks = torch.sin(along * frequency * 3.0) * torch.sin(height * frequency * 2.0)
     wave = torch.where(pattern == 0, upright, torch.where(pattern == 1, level, checks))
     mix = torch.sigmoid(wave * 6)[:, :, None]
-    light, dark = (
-        paint[batch, wall].movedim(-1, 2)[:, :, :, None] for paint in (rooms.light_paint, rooms.dark_paint)
-    )
+    light, dark = (paint[batch, wall].movedim(-1, 2)[:, :, :, None] for paint in (rooms.light_paint, rooms.dark_paint))
     return (mix * light + (1 - mix) * dark) * _shade(depth)[:, :, None, None]
 
 
@@ -210,9 +208,7 @@ def _paint_floor_and_ceiling(rooms: Rooms, position: Tensor, ray: Tensor, slope:
     return torch.where((slope > 0)[:, None], floor, ceiling)
 
 
-def _paint_pillars(
-    image: Tensor, rooms: Rooms, position: Tensor, ray: Tensor, depth: Tensor, slope: Tensor
-) -> Tensor:
+def _paint_pillars(image: Tensor, rooms: Rooms, position: Tensor, ray: Tensor, depth: Tensor, slope: Tensor) -> Tensor:
     """The image with the pillars drawn in front of what is behind them."""
     squared = (ray * ray).sum(-1)
     for i in range(_PILLARS):
