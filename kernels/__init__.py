@@ -21,7 +21,7 @@ def _register() -> str | None:
     except ImportError as error:
         logger.info("QuantWM: Triton is not installed; PyTorch does its work, slower.")
         return f"Triton is not installed ({error})"
-    from . import decode, reading  # noqa: F401
+    from . import decode, encode, reading, statistics  # noqa: F401
 
     return None
 

@@ -17,16 +17,17 @@ from .decode import FLOAT_ONE, format_constants
 from .tables import PieceTable
 from .tiles import (
     KEYS,
-    OPERAND,
-    PSAC_U,
     RAW,
     RAW_B,
     RAW_H,
     RAW_S,
     TOKENS,
     VALUES,
-    load_rows,
-    load_side,
+    fetch_ids,
+    fetch_rows,
+    fetch_side,
+    finish_rows,
+    finish_side,
     open_correction,
     open_side,
 )
@@ -41,7 +42,7 @@ def softmax_step(scores, valid, v, peak, total, acc):
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     p = tl.exp2(scores - new_peak[:, None])
     decay = tl.exp2(peak - new_peak)
-    acc = tl.dot(p.to(OPERAND), v.to(OPERAND), acc * decay[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return new_peak, total * decay + tl.sum(p, 1), acc
 
 
@@ -57,7 +58,7 @@ def attend_raw(
         mask = valid[:, None] & (column < D)[None, :]
         k_tile = tl.load(k + token[:, None] * k_stride + column[None, :], mask=mask, other=0.0)
         v_tile = tl.load(v + token[:, None] * v_stride + column[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k_tile.to(OPERAND)), out_dtype=tl.float32)
+        scores = tl.dot(q, tl.trans(k_tile), out_dtype=tl.float32)
         peak, total, acc = softmax_step(scores * scale, valid, v_tile, peak, total, acc)
     return peak, total, acc
 
@@ -69,22 +70,26 @@ def attend_packed_chunk(
     GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """`count` tokens of a packed span. The correction enters the scores as (Q U) C^T."""
-    keys = open_side(row, KEYS, head, first, D, W, KEY_BITS, GROUP, True, True, ALIGNED)
-    values = open_side(row, VALUES, head, first, D, W, VALUE_BITS, GROUP, True, True, ALIGNED)
+    keys = open_side(row, KEYS, head, first, D, W, KEY_BITS, GROUP, True, True, 0)
+    values = open_side(row, VALUES, head, first, D, W, VALUE_BITS, GROUP, True, True, 0)
     if RANK:
-        correction = open_correction(row, head, first, D, W, RANK, R, True, False, ALIGNED)
-        present = tl.load(row + PSAC_U) != 0
-        projected = tl.dot(q, tl.trans(correction[4].to(OPERAND)), out_dtype=tl.float32).to(OPERAND)
+        correction = open_correction(row, head, first, D, W, RANK, R, True, False)
+        projected = tl.dot(q, tl.trans(correction[5].to(q.dtype)), out_dtype=tl.float32).to(q.dtype)
     for offset in range(0, count, N):
         token = offset + tl.arange(0, N)
         valid = token < count
-        k = load_side(keys, row, token, valid, one, D, W, N, KEY_BITS, GROUP, True, True, 0, 0)
-        scores = tl.dot(q, tl.trans(k.to(OPERAND)), out_dtype=tl.float32)
+        ids = fetch_ids(keys, token, valid, True)
+        parts = fetch_side(keys, token, valid, ids, D, W, KEY_BITS, GROUP, True, True, 0, 0, ALIGNED)
+        k = finish_side(keys, *parts, one, W, N, KEY_BITS, GROUP, True, True, 0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=tl.float32)
         if RANK:
-            codes, unit = load_rows(correction, present, token, valid, one, RANK, R, N, True)
-            scores = tl.dot(projected, tl.trans((codes * unit[:, None]).to(OPERAND)), scores)
-        v = load_side(values, row, token, valid, one, D, W, N, VALUE_BITS, GROUP, True, True, 0, 0)
-        peak, total, acc = softmax_step(scores * scale, valid, v, peak, total, acc)
+            rows, unit = fetch_rows(correction, token, valid, RANK, R, True, ALIGNED)
+            short, unit = finish_rows(correction, rows, unit, one, N, R, True)
+            scores = tl.dot(projected, tl.trans((short * unit[:, None]).to(q.dtype)), scores)
+        ids = fetch_ids(values, token, valid, True)
+        parts = fetch_side(values, token, valid, ids, D, W, VALUE_BITS, GROUP, True, True, 0, 0, ALIGNED)
+        v = finish_side(values, *parts, one, W, N, VALUE_BITS, GROUP, True, True, 0)
+        peak, total, acc = softmax_step(scores * scale, valid, v.to(q.dtype), peak, total, acc)
     return peak, total, acc
 
 
@@ -104,7 +109,7 @@ def attention_kernel(
     column = tl.arange(0, W)
     mask = (query < query_count)[:, None] & (column < D)[None, :]
     place = queries + batch * qb + h * qh
-    q = tl.load(place + query[:, None] * qs + column[None, :], mask=mask, other=0.0).to(OPERAND)
+    q = tl.load(place + query[:, None] * qs + column[None, :], mask=mask, other=0.0)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, W), tl.float32)
@@ -135,11 +140,11 @@ def attention_kernel(
 
 def launch_shape(width: int, queries: int) -> dict:
     """Queries and keys of a tile, and warps: as many queries as fit, because each block of them decodes all keys."""
-    queries_a_tile = 128 if width <= 128 else 64
+    tile = min(128 if width <= 128 else 64, max(16, triton.next_power_of_2(queries)))
     return {
-        "M": min(queries_a_tile, max(16, triton.next_power_of_2(queries))),
+        "M": tile,
         "N": 64 if width <= 128 else 32,
-        "num_warps": 8 if queries_a_tile == 128 else 4,
+        "num_warps": 8 if tile == 128 else 4,
         "num_stages": 1,
     }
 
@@ -151,7 +156,8 @@ def attend_spans(table: PieceTable, live: RawBlock, queries: torch.Tensor) -> to
     """
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
-    return attend_tables(table.rows, table.tiles, queries, live.k, live.v, [table.aligned, *table.format.numbers()])
+    launch = attend_tables if torch.compiler.is_compiling() else _launch
+    return launch(table.rows, table.tiles, queries, live.k, live.v, [table.aligned, *table.format.numbers()])
 
 
 @torch.library.custom_op(
@@ -160,21 +166,25 @@ def attend_spans(table: PieceTable, live: RawBlock, queries: torch.Tensor) -> to
     schema="(Tensor rows, Tensor tiles, Tensor queries, Tensor k, Tensor v, int[] numbers) -> Tensor",
 )
 def attend_tables(rows, tiles, queries, k, v, numbers):
-    """One launch, as an operator that torch.compile does not look into; the tables hold addresses."""
-    aligned, *form = numbers
-    batch, count, heads, head_dim = queries.shape
-    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    constants = format_constants(form, head_dim)
-    wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "CHUNK_", "FIELD_COUNT")
-    shape = launch_shape(constants["W"], count)
-    attention_kernel[triton.cdiv(count, shape["M"]), heads, batch](
-        rows, tiles, len(tiles), queries, *queries.stride()[:3], k, v, k.shape[1], *k.stride()[:3], *v.stride()[:3],
-        out, *out.stride()[:3], heads, count, head_dim**-0.5 * LOG2_E, FLOAT_ONE,
-        **{name: constants[name] for name in wanted}, **shape, ALIGNED=bool(aligned),
-    )  # fmt: skip
-    return out
+    """The launch as an operator that torch.compile does not look into; the tables hold addresses."""
+    return _launch(rows, tiles, queries, k, v, numbers)
 
 
 @attend_tables.register_fake
 def _(rows, tiles, queries, k, v, numbers):
     return torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+
+
+def _launch(rows, tiles, queries, k, v, numbers):
+    aligned, *form = numbers
+    batch, count, heads, head_dim = queries.shape
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    constants = format_constants(form, head_dim, bool(aligned))
+    wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "ALIGNED", "CHUNK_", "FIELD_COUNT")
+    shape = launch_shape(constants["W"], count)
+    attention_kernel[triton.cdiv(count, shape["M"]), heads, batch](
+        rows, tiles, len(tiles), queries, *queries.stride()[:3], k, v, k.shape[1], *k.stride()[:3], *v.stride()[:3],
+        out, *out.stride()[:3], heads, count, head_dim**-0.5 * LOG2_E, FLOAT_ONE,
+        **{name: constants[name] for name in wanted}, **shape,
+    )  # fmt: skip
+    return out

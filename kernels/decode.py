@@ -16,7 +16,6 @@ from .tables import CHUNK, FIELDS, PieceTable, piece_table
 from .tiles import (
     BITMAP,
     KEYS,
-    PSAC_U,
     RAW,
     RAW_B,
     RAW_H,
@@ -25,9 +24,11 @@ from .tiles import (
     START,
     TOKENS,
     VALUES,
-    ZEROS,
-    load_correction,
-    load_side,
+    correct,
+    fetch_ids,
+    fetch_rows,
+    fetch_side,
+    finish_side,
     open_correction,
     open_side,
 )
@@ -61,40 +62,74 @@ def decode_keys_chunk(
     row, first, count, head, target, target_stride, one,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
     R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr, SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr,
-    ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK_: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Keys of `count` tokens from `first` on, correction included."""
-    column = tl.arange(0, W)
-    tokens = tl.load(row + TOKENS)
-    side = open_side(row, KEYS, head, first, D, W, BITS, GROUP, MIDRISE, BOOK, ALIGNED)
-    zeros = tl.load(row + ZEROS).to(tl.pointer_type(tl.uint8)) + (head * tokens + first) * ZEROS_WIDTH
+    """Keys of `count` tokens from `first` on, correction included.
+
+    While a tile is worked on, the next one is read, and the centroid ids of the one after it.
+    """
+    local = tl.arange(0, T)
+    side = open_side(row, KEYS, head, first, D, W, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH)
+    ids = fetch_ids(side, local, local < count, BOOK)
+    code, scale, zero, centroid = fetch_side(
+        side, local, local < count, ids, D, W, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, 0, ALIGNED
+    )
+    ids = fetch_ids(side, local + T, local + T < count, BOOK)
     if RANK:
-        correction = open_correction(row, head, first, D, W, RANK, R, MIDRISE, SPARSE, ALIGNED)
-        present = tl.load(row + PSAC_U) != 0
+        correction = open_correction(row, head, first, D, W, RANK, R, MIDRISE, SPARSE)
+        rows, unit = fetch_rows(correction, local, local < count, RANK, R, MIDRISE, ALIGNED)
     if SPARSE:
         sparse = tl.load(row + BITMAP) != 0
-        chunks = (tokens + CHUNK_ - 1) // CHUNK_
-        counts = tl.load(row + ROWS_BEFORE).to(tl.pointer_type(tl.int32))
-        before = tl.load(counts + head * chunks + first // CHUNK_, mask=sparse, other=0)
+        before = rows_before(row, head, first // CHUNK_, CHUNK_)
     for offset in range(0, count, T):
         local = offset + tl.arange(0, T)
         valid = local < count
-        value = load_side(side, zeros, local, valid, one, D, W, T, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, ZEROS_BIT)
+        ahead = local + T
+        more = ahead < count
+        next_code, next_scale, next_zero, next_centroid = fetch_side(
+            side, ahead, more, ids, D, W, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, 0, ALIGNED
+        )
+        ids = fetch_ids(side, ahead + T, ahead + T < count, BOOK)
+        value = finish_side(side, code, scale, zero, centroid, one, W, T, BITS, GROUP, MIDRISE, BOOK, 0)
         if RANK:
             if SPARSE:
-                byte = tl.load(correction[3] + local // 8, mask=valid & sparse, other=255).to(tl.int32)
-                kept = ((byte >> (local % 8)) & 1) & valid.to(tl.int32)
+                # Where a row lies depends on how many tokens before it have one, so these are not read ahead.
+                kept = kept_rows(correction[3], local, valid, sparse)
                 place = tl.where(sparse, before + tl.cumsum(kept, 0) - kept, local)
-                value += load_correction(correction, present, place, kept != 0, one, RANK, R, T, MIDRISE)
+                rows, unit = fetch_rows(correction, place, kept != 0, RANK, R, MIDRISE, ALIGNED)
                 before += tl.sum(kept, 0)
+                value += correct(correction, rows, unit, one, T, R, MIDRISE)
             else:
-                value += load_correction(correction, present, local, valid, one, RANK, R, T, MIDRISE)
-        mask = valid[:, None]
-        if D < W:
-            mask = mask & (column < D)[None, :]
-        tl.store(
-            target + local[:, None] * target_stride + column[None, :], value.to(target.dtype.element_ty), mask=mask
-        )
+                next_rows, next_unit = fetch_rows(correction, ahead, more, RANK, R, MIDRISE, ALIGNED)
+                value += correct(correction, rows, unit, one, T, R, MIDRISE)
+                rows, unit = next_rows, next_unit
+        store_tile(target, target_stride, local, valid, value, D, W)
+        code, scale, zero, centroid = next_code, next_scale, next_zero, next_centroid
+
+
+@triton.jit
+def rows_before(row, head, chunk, CHUNK_: tl.constexpr):
+    """How many sparse rows precede a chunk."""
+    chunks = (tl.load(row + TOKENS) + CHUNK_ - 1) // CHUNK_
+    counts = tl.load(row + ROWS_BEFORE).to(tl.pointer_type(tl.int32))
+    return tl.load(counts + head * chunks + chunk, mask=tl.load(row + BITMAP) != 0, other=0)
+
+
+@triton.jit
+def kept_rows(bitmap, local, valid, sparse):
+    """1 for tokens that have a row, int32 `[T]`; all have one where rows are dense."""
+    byte = tl.load(bitmap + local // 8, mask=valid & sparse, other=255).to(tl.int32)
+    return ((byte >> (local % 8)) & 1) & valid.to(tl.int32)
+
+
+@triton.jit
+def store_tile(target, stride, local, valid, value, D: tl.constexpr, W: tl.constexpr):
+    """Write `[T, W]` as rows of D channels."""
+    column = tl.arange(0, W)
+    mask = valid[:, None]
+    if D < W:
+        mask = mask & (column < D)[None, :]
+    tl.store(target + local[:, None] * stride + column[None, :], value.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -104,21 +139,24 @@ def decode_values_chunk(
     MIDRISE: tl.constexpr, BOOK: tl.constexpr, ZEROS_WIDTH: tl.constexpr, ZEROS_BIT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Values of `count` tokens from `first` on."""
-    column = tl.arange(0, W)
-    tokens = tl.load(row + TOKENS)
-    side = open_side(row, VALUES, head, first, D, W, BITS, GROUP, MIDRISE, BOOK, ALIGNED)
-    zeros = tl.load(row + ZEROS).to(tl.pointer_type(tl.uint8)) + (head * tokens + first) * ZEROS_WIDTH
+    """Values of `count` tokens from `first` on, reading ahead as for keys."""
+    local = tl.arange(0, T)
+    side = open_side(row, VALUES, head, first, D, W, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH)
+    ids = fetch_ids(side, local, local < count, BOOK)
+    code, scale, zero, centroid = fetch_side(
+        side, local, local < count, ids, D, W, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, ZEROS_BIT, ALIGNED
+    )
+    ids = fetch_ids(side, local + T, local + T < count, BOOK)
     for offset in range(0, count, T):
         local = offset + tl.arange(0, T)
-        valid = local < count
-        value = load_side(side, zeros, local, valid, one, D, W, T, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, ZEROS_BIT)
-        mask = valid[:, None]
-        if D < W:
-            mask = mask & (column < D)[None, :]
-        tl.store(
-            target + local[:, None] * target_stride + column[None, :], value.to(target.dtype.element_ty), mask=mask
+        ahead = local + T
+        next_code, next_scale, next_zero, next_centroid = fetch_side(
+            side, ahead, ahead < count, ids, D, W, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, ZEROS_BIT, ALIGNED
         )
+        ids = fetch_ids(side, ahead + T, ahead + T < count, BOOK)
+        value = finish_side(side, code, scale, zero, centroid, one, W, T, BITS, GROUP, MIDRISE, BOOK, ZEROS_BIT)
+        store_tile(target, target_stride, local, local < count, value, D, W)
+        code, scale, zero, centroid = next_code, next_scale, next_zero, next_centroid
 
 
 @triton.jit
@@ -164,7 +202,7 @@ def decode_kernel(
         else:
             decode_keys_chunk(
                 row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK,
-                SPARSE, ZEROS_WIDTH, 0, CHUNK_, ALIGNED,
+                SPARSE, ZEROS_WIDTH, CHUNK_, ALIGNED,
             )  # fmt: skip
     else:
         raw = tl.load(row + VALUES + RAW)
@@ -185,7 +223,7 @@ def tile_width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def format_constants(numbers: list[int], head_dim: int) -> dict:
+def format_constants(numbers: list[int], head_dim: int, aligned: bool) -> dict:
     """Compile-time constants for a format (see `tables.Format.numbers`)."""
     key_bits, value_bits, group_size, rank, sparse, midrise, book = numbers
     groups = -(-head_dim // group_size)
@@ -202,20 +240,22 @@ def format_constants(numbers: list[int], head_dim: int) -> dict:
         "VALUE_BITS": value_bits,
         "GROUP": group_size,
         "RANK": rank,
-        "R": max(16, triton.next_power_of_2(rank)),
+        # Triton 3.6 mixes up the terms of a product over 16 ranks when they come from INT4 in bytes.
+        "R": max(32 if midrise and (rank % 4 or not aligned) else 16, triton.next_power_of_2(rank)),
         "MIDRISE": bool(midrise),
         "BOOK": bool(book),
         "SPARSE": bool(sparse),
         "ZEROS_WIDTH": 0 if midrise else zeros_width,
         "VALUE_ZEROS_BIT": value_zeros_bit,
+        "ALIGNED": aligned,
         "CHUNK_": CHUNK,
         "FIELD_COUNT": len(FIELDS),
     }
 
 
 def launch_shape(width: int) -> dict:
-    """Tokens a tile and warps, so that a thread stores 16 bytes of bf16 at once."""
-    return {"T": max(16, 2048 // width), "num_warps": 8}
+    """Tokens of a tile, and warps: a thread has 16 values, so that it reads its codes and centroid as words."""
+    return {"T": max(16, 2048 // width), "num_warps": 4 if width <= 128 else 8, "maxnreg": 96}
 
 
 @register("decode_layer", "triton", READABLE, failures=FAILURES)
@@ -244,7 +284,8 @@ def launch_decode(
     tiles = table.tiles if chunks is None else table.tiles[chunks]
     origin = 0 if chunks is None else table.first_token(chunks.start)
     numbers = [table.tokens, origin, table.aligned, *table.format.numbers()]
-    decode_spans(table.rows, tiles, live.k, live.v, keys, values, numbers)
+    launch = decode_spans if torch.compiler.is_compiling() else _launch
+    launch(table.rows, tiles, live.k, live.v, keys, values, numbers)
 
 
 @torch.library.custom_op(
@@ -253,18 +294,22 @@ def launch_decode(
     schema="(Tensor rows, Tensor tiles, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, int[] numbers) -> ()",
 )
 def decode_spans(rows, tiles, k, v, keys, values, numbers):
-    """One launch, as an operator that torch.compile does not look into; the tables hold addresses."""
-    tokens, origin, aligned, *form = numbers
-    batch, _, heads, head_dim = keys.shape
-    constants = format_constants(form, head_dim)
-    grid = (2 * heads, len(tiles) + triton.cdiv(k.shape[1], CHUNK), batch)
-    decode_kernel[grid](
-        rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
-        keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
-        **constants, **launch_shape(constants["W"]), ALIGNED=bool(aligned),
-    )  # fmt: skip
+    """The launch as an operator that torch.compile does not look into; the tables hold addresses."""
+    _launch(rows, tiles, k, v, keys, values, numbers)
 
 
 @decode_spans.register_fake
 def _(rows, tiles, k, v, keys, values, numbers):
     return None
+
+
+def _launch(rows, tiles, k, v, keys, values, numbers):
+    tokens, origin, aligned, *form = numbers
+    batch, _, heads, head_dim = keys.shape
+    constants = format_constants(form, head_dim, bool(aligned))
+    grid = (2 * heads, len(tiles) + triton.cdiv(k.shape[1], CHUNK), batch)
+    decode_kernel[grid](
+        rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
+        keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
+        **constants, **launch_shape(constants["W"]),
+    )  # fmt: skip

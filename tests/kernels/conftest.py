@@ -27,7 +27,8 @@ def pack() -> SimpleNamespace:
     bare_module("kernels")
     names = ("backends", "operations", "layer_cache", "methods", "settings", "span")
     core = {name: bare_module(f"quantwm_core.{name}") for name in names}
-    return SimpleNamespace(**core, decode=bare_module("kernels.decode"), tables=bare_module("kernels.tables"))
+    kernels = {name: bare_module(f"kernels.{name}") for name in ("attention", "decode", "reading", "tables")}
+    return SimpleNamespace(**core, **kernels)
 
 
 @pytest.fixture

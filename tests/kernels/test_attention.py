@@ -1,0 +1,129 @@
+"""Attention on packed keys and values, and in parts, against attention on decoded ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.kernels import INTERPRETED
+
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+
+
+def reference(layer, queries, live):
+    """Float32 attention on what the cache reads."""
+    keys, values = layer.read(live.k, live.v)
+    plain = (t.transpose(1, 2).float() for t in (queries, keys, values))
+    return torch.nn.functional.scaled_dot_product_attention(*plain).transpose(1, 2)
+
+
+def attention(*qkv):
+    """A host's attention function."""
+    plain = (t.transpose(1, 2) for t in qkv)
+    return torch.nn.functional.scaled_dot_product_attention(*plain).transpose(1, 2).flatten(2)
+
+
+def problem(pack, layer, queries, live_tokens=5):
+    """A table of the layer's pieces, a live block, and queries `[B, T, H, D]`."""
+    span = next(entry.stored for entry in layer.entries if isinstance(entry.stored, pack.span.PackedSpan))
+    device = next(iter(span.tensors.values())).device
+    shape = (span.batch, span.heads, span.head_dim)
+    live = pack.span.RawBlock(*torch.randn(2, shape[0], live_tokens, *shape[1:], device=device).to(span.dtype))
+    q = torch.randn(shape[0], queries, *shape[1:], device=device).to(span.dtype)
+    return pack.tables.piece_table([entry.stored for entry in layer.entries], device), live, q
+
+
+def assert_close(actual, expected, dtype):
+    error = (actual.float() - expected).norm() / expected.norm()
+    assert actual.isfinite().all() and error < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+@pytest.mark.parametrize("head_dim", [48, 64, 80, 128, 256])
+def test_head_widths(pack, make_layer, head_dim):
+    dtype = DTYPES[0]
+    layer = make_layer([20, 70, 7], heads=1, head_dim=head_dim, dtype=dtype)
+    table, live, q = problem(pack, layer, queries=19)
+    assert_close(pack.attention.attend_spans(table, live, q), reference(layer, q, live), dtype)
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (4, 2), (2, 8)], ids=str)
+def test_bits_and_batch(pack, make_layer, bits):
+    layer = make_layer([33, 18], batch=2, dtype=DTYPES[0], key_bits=bits[0], value_bits=bits[1])
+    table, live, q = problem(pack, layer, queries=33)
+    assert_close(pack.attention.attend_spans(table, live, q), reference(layer, q, live), DTYPES[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_types_and_more_than_one_chunk(pack, make_layer, dtype):
+    layer = make_layer([pack.tables.CHUNK + 40], heads=1, dtype=dtype)
+    table, live, q = problem(pack, layer, queries=130)
+    assert_close(pack.attention.attend_spans(table, live, q), reference(layer, q, live), dtype)
+
+
+def test_blocks_in_full_precision_join_the_same_softmax(pack, make_layer):
+    layer = make_layer([20, 33, 15, 9], dtype=DTYPES[0], keep_first_blocks=1, keep_recent_blocks=1)
+    table, live, q = problem(pack, layer, queries=17)
+    assert_close(pack.attention.attend_spans(table, live, q), reference(layer, q, live), DTYPES[0])
+
+
+def test_huge_logits_stay_finite(pack, make_layer):
+    layer = make_layer([40], dtype=torch.float32 if INTERPRETED else torch.bfloat16, keys=lambda k: k * 100)
+    table, live, q = problem(pack, layer, queries=17)
+    assert pack.attention.attend_spans(table, live, q * 100).isfinite().all()
+
+
+def test_parts_merge_to_the_whole(pack, make_layer, monkeypatch):
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    layer = make_layer([pack.tables.CHUNK * 2 + 9, 20], heads=1, dtype=dtype)
+    table, live, q = problem(pack, layer, queries=17)
+    monkeypatch.setattr(pack.reading, "PART_BYTES", 1)
+    assert_close(pack.reading.attend_parts(table, live, q), reference(layer, q, live), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["host", "cudnn", "flash", "packed", "pieces"])
+def test_every_way_reads_the_same(pack, make_layer, monkeypatch, way):
+    layer = make_layer([300, 200], heads=4, head_dim=128, dtype=torch.bfloat16)
+    _, live, q = problem(pack, layer, queries=257)
+
+    monkeypatch.setattr(pack.reading, "_choose", lambda *arguments: (way, way))
+    monkeypatch.setattr(pack.reading, "_chosen", {})
+    out = layer.attend(q, live.k, live.v, attention)
+    assert_close(out, reference(layer, q, live).flatten(2), torch.bfloat16)
+    assert torch.equal(out, layer.attend(q, live.k, live.v, attention))
+
+
+@pytest.mark.gpu
+def test_the_choice_is_timed_once_and_told(pack, make_layer, monkeypatch):
+    layer = make_layer([300, 200], heads=4, head_dim=128, dtype=torch.bfloat16)
+    _, live, q = problem(pack, layer, queries=256)
+    monkeypatch.setattr(pack.reading, "_chosen", {})
+
+    for _ in range(2):
+        layer.attend(q, live.k, live.v, attention)
+    assert len(pack.reading._chosen) == 1
+    backend, why = layer._backend.summary()
+    assert backend.startswith("triton") and "256 queries on 505 keys" in why
+
+
+@pytest.mark.gpu
+def test_without_memory_for_a_decoded_layer(pack, make_layer, monkeypatch):
+    layer = make_layer([300], heads=4, head_dim=128, dtype=torch.bfloat16)
+    _, live, q = problem(pack, layer, queries=256)
+    monkeypatch.setattr(pack.reading, "_chosen", {})
+    monkeypatch.setattr(pack.reading, "WORKSPACE_SHARE", 0.0)
+    out = layer.attend(q, live.k, live.v, None)
+    assert [way for way, _ in pack.reading._chosen.values()] == ["packed"]
+    assert_close(out, reference(layer, q, live).flatten(2), torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_a_compiled_model_keeps_working(pack, make_layer):
+    layer = make_layer([300], heads=4, head_dim=128, dtype=torch.bfloat16)
+    _, live, q = problem(pack, layer, queries=256)
+
+    def forward(q, k, v):
+        return layer.attend(q * 1.0, k, v, attention) + 1
+
+    expected = forward(q, live.k, live.v)
+    torch.testing.assert_close(torch.compile(forward)(q, live.k, live.v), expected, rtol=2e-2, atol=2e-2)
