@@ -33,8 +33,8 @@ class Worlds:
 def prepare(world_seeds: list[int], seed_frames: int = 21, length: int = 36) -> Worlds:
     """The embedded model with the first `seed_frames` true frames of each world given to it.
 
-    The camera turns by 17.2 to 21.5 degrees a frame: after 21 frames it has seen everything once, so every generated
-    frame is a place it has been.
+    The camera turns by 18 or 20 degrees a frame, so a turn takes a whole number of frames and every generated frame
+    has the same true view as one the model was given: what it misses, it forgot.
     """
     start_host()
     pack = load_pack()
@@ -46,7 +46,8 @@ def prepare(world_seeds: list[int], seed_frames: int = 21, length: int = 36) -> 
     contexts, latents, truths = [], [], []
     for seed in world_seeds:
         draw = torch.rand(3, generator=torch.Generator().manual_seed(seed)).tolist()
-        motion = ((17.2 + 4.3 * draw[0]) * (1 if seed % 2 else -1), 0.35 * draw[1], 360 * draw[2])
+        turn = (18.0 if draw[0] < 0.5 else 20.0) * (1 if seed % 2 else -1)
+        motion = (turn, 0.35 * draw[1], 360 * draw[2])
         frames = tiny_world.render(seed, *motion, length)
         contexts.append(tiny_world.conditioning(*motion))
         latents.append(vae.encode(frames[:seed_frames]))

@@ -66,18 +66,13 @@ def _named(order: list[tuple[str, Any]], saved: Iterator[Any]) -> Iterator[tuple
         if isinstance(kind, list) or kind in WIDGET_TYPES:
             yield name, next(saved, _default(kind, options))
             # The editor puts a helper widget behind these, and saves it.
-            if (
-                options.get("control_after_generate", kind == "INT" and name in SEEDS)
-                or "image_upload" in options
-            ):
+            if options.get("control_after_generate", kind == "INT" and name in SEEDS) or "image_upload" in options:
                 next(saved, None)
         elif kind == DYNAMIC_COMBO:
             choice = next(saved, options["options"][0]["key"])
             yield name, choice
             chosen = next(option for option in options["options"] if option["key"] == choice)
-            nested = [
-                (f"{name}.{key}", spec) for group in chosen["inputs"].values() for key, spec in group.items()
-            ]
+            nested = [(f"{name}.{key}", spec) for group in chosen["inputs"].values() for key, spec in group.items()]
             yield from _named(nested, saved)
 
 
@@ -97,8 +92,6 @@ def _origin(link_id: int | None, nodes: dict[int, Any], links: dict[int, list[An
     if node.get("mode", 0) == MUTED:
         return None
     if node.get("mode", 0) == BYPASSED:
-        same = next(
-            (slot for slot in node["inputs"] if slot["type"] == kind and slot["link"] is not None), None
-        )
+        same = next((slot for slot in node["inputs"] if slot["type"] == kind and slot["link"] is not None), None)
         return _origin(same["link"], nodes, links) if same else None
     return [str(node_id), output]

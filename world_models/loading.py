@@ -65,8 +65,7 @@ def _require_autoregressive_host() -> None:
         from comfyui_version import __version__
 
         raise RuntimeError(
-            f"ComfyUI {__version__} cannot sample autoregressive video models; version 0.30.0 can. Update "
-            f"ComfyUI."
+            f"ComfyUI {__version__} cannot sample autoregressive video models; version 0.30.0 can. Update ComfyUI."
         )
 
 
@@ -130,9 +129,7 @@ def _causal_metadata(weights: dict[str, torch.Tensor], metadata: dict[str, str],
 
 def _contents(stored: dict[str, Any], limit: int = 4) -> str:
     shown = [
-        f"{key} {tuple(value.shape)}"
-        if isinstance(value, torch.Tensor)
-        else f"{key} ({type(value).__name__})"
+        f"{key} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{key} ({type(value).__name__})"
         for key, value in list(stored.items())[:limit]
     ]
     noun = "entry" if len(stored) == 1 else "entries"

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "quantwm"
 INIT_PATH = "diffusion_model.init_kv_caches"
+FORWARD_PATH = "diffusion_model.forward_block"
 WRAPPERS = (
     WrappersMP.OUTER_SAMPLE,
     WrappersMP.PREPARE_SAMPLING,
@@ -53,6 +54,7 @@ def attach(
     adapter = CausalWanAdapter(settings, on_block, method, probe)
     patched.add_object_patch(INIT_PATH, adapter.init_kv_caches)
     if settings.compresses:
+        patched.add_object_patch(FORWARD_PATH, adapter.forward_block)
         for layer in range(len(model.model.diffusion_model.blocks)):
             path = f"diffusion_model.blocks.{layer}.self_attn.forward"
             if layer == 0 and path in patched.object_patches:
@@ -138,14 +140,11 @@ class CausalWanAdapter:
             )
         return executor(model, conds, *args, **kwargs)
 
-    def apply_model(self, executor, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs):
+    def apply_model(self, executor, x, t, *args, **kwargs):
         """Note whether this forward is the clean pass (all its timesteps are 0) before it runs."""
-        run = self.run
-        if run is not None and run.begin_pass(clean=bool((t == 0).all())):
-            noise, options = run.rehearsal(x, transformer_options)
-            with run.rehearsing():
-                executor(noise, torch.ones_like(t), c_concat, c_crossattn, control, options, **kwargs)
-        return executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+        if self.run is not None:
+            self.run.begin_pass(clean=bool((t == 0).all()))
+        return executor(x, t, *args, **kwargs)
 
     def init_kv_caches(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> list:
         """Stands in for the model's method of that name."""
@@ -155,6 +154,10 @@ class CausalWanAdapter:
                 "Use Sampler AR Video, or bypass Apply To World Model."
             )
         return self.run.init_kv_caches(batch_size, max_seq_len, device, dtype)
+
+    def forward_block(self, **kwargs) -> torch.Tensor:
+        """Stands in for the model's method of that name, which the host calls with keywords."""
+        return self.run.forward_block(**kwargs)
 
     def self_attention(self, layer: int, x, freqs, kv_cache=None, transformer_options={}):  # noqa: B006
         """Stands in for `self_attn.forward` of block `layer`, with the host's signature."""

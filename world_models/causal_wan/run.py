@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from ...quantwm_core.accounting import native_record
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
 
-REHEARSAL_FRAMES = 3
+# Noise levels of the frames that rehearse: mostly the first step, whose queries have seen nothing of the new frames.
+REHEARSAL_SIGMAS = (1.0, 1.0, 0.9)
 
 
 class CausalWanRun:
@@ -34,8 +34,10 @@ class CausalWanRun:
         self.model = model
         self.handle = handle
         self.clean = False
-        self.is_rehearsal = False
+        # Share of a forward's tokens, at its end, that only rehearse.
+        self.rehearsed_share = 0.0
         self._started = False
+        self._rehearse = False
         self.device: torch.device | None = None
         self.dtype = model.get_dtype_inference()
         self.cache: WorldCache | None = None
@@ -57,10 +59,9 @@ class CausalWanRun:
         self.handle.history.clear()
         self.device = device
         if not self.settings.compresses:
-            # The host passes the weights' type; with fp8 weights keys and values are computed in another.
-            kept = dtype if dtype.itemsize > 1 else self.dtype
+            # The host passes the weights' type and fails where keys and values are computed in another (fp8 weights).
             network = self.model.diffusion_model
-            self._native = type(network).init_kv_caches(network, batch, max_tokens, device, kept)
+            self._native = type(network).init_kv_caches(network, batch, max_tokens, device, self.dtype)
             return self._native
         metrics = [_OutputMetric(self, layer) for layer in range(len(self.blocks))]
         self.cache = WorldCache(
@@ -68,32 +69,41 @@ class CausalWanRun:
         )
         return [PackedLayer(self, layer) for layer in range(len(self.blocks))]
 
-    def begin_pass(self, clean: bool) -> bool:
-        """Note what the coming forward is; True when a rehearsal should run before it.
-
-        Given frames (image or video to continue) get a clean pass before anything is denoised, so no noisy query has
-        been seen when they are packed, although all generated frames will look back at them with noisy queries first.
-        """
+    def begin_pass(self, clean: bool) -> None:
+        """Note what the coming forward is. Given frames get a clean pass before anything was denoised."""
         self.clean = clean
         first, self._started = not self._started, True
-        return first and clean and self.cache is not None and self.cache.layers[0].method.uses_queries
+        self._rehearse = first and clean and self.cache is not None and self.cache.layers[0].method.uses_queries
 
-    def rehearsal(self, x: torch.Tensor, transformer_options: dict) -> tuple[torch.Tensor, dict]:
-        """A block of pure noise where generation will start: input like `x`, and the options to run it with."""
-        frames = min(REHEARSAL_FRAMES, x.shape[2])
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn((*x.shape[:2], frames, *x.shape[3:]), generator=generator).to(x)
-        state = dict(transformer_options["ar_state"], start_frame=x.shape[2])
-        return noise, dict(transformer_options, ar_state=state)
+    def forward_block(self, x: torch.Tensor, timestep: torch.Tensor, **kwargs) -> torch.Tensor:
+        """The host's forward; on the pass of given frames a few noisy frames ride along behind them.
 
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Within, forwards only show their queries: nothing is stored and the block counts as not yet begun."""
-        self.clean, self.is_rehearsal = False, True
+        All generated frames will look back at the given ones with noisy queries first, and those point elsewhere than
+        clean ones. The noise shows them, with the given frames as history, before these are packed. It is seen by
+        nobody and stored nowhere.
+        """
+        network = self.model.diffusion_model
+        original = type(network).forward_block
+        if not self._rehearse:
+            return original(network, x=x, timestep=timestep, **kwargs)
+        frames, noisy = x.shape[2], len(REHEARSAL_SIGMAS)
+        sigmas = torch.tensor(REHEARSAL_SIGMAS, device=x.device)
+        noise, late = self._rehearsal(x, sigmas), self.model.model_sampling.timestep(sigmas).to(timestep)
+        late = late.expand(x.shape[0], -1)
+        self.rehearsed_share = noisy / (frames + noisy)
         try:
-            yield
+            out = original(network, x=torch.cat((x, noise), 2), timestep=torch.cat((timestep, late), 1), **kwargs)
         finally:
-            self.clean, self.is_rehearsal = True, False
+            self._rehearse, self.rehearsed_share = False, 0.0
+        return out[:, :, :frames]
+
+    @staticmethod
+    def _rehearsal(x: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
+        """Frames as a denoiser meets them at `sigmas`, mixed as the host's sampler does, from the last given frame."""
+        shape = (*x.shape[:2], len(sigmas), *x.shape[3:])
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x.device)
+        sigma = sigmas.view(1, 1, -1, 1, 1)
+        return (sigma * noise + (1 - sigma) * x[:, :, -1:].float()).to(x.dtype)
 
     def finish(self) -> None:
         """Write the record, if anything was cached, and drop the cache."""
@@ -161,18 +171,29 @@ class PackedLayer:
             merged = (t.view(batch, -1, heads * width) for t in (q, k, v))
             return optimized_attention(*merged, heads=heads, transformer_options=transformer_options)
 
-        if self._run.probe is not None:
-            self._run.probe.attend(self._index, q, self.layer.read(k, v)[0])
-        out = self.layer.attend(q, k, v, attention)
-        if self._run.clean:
-            if self._run.probe is not None:
-                self._run.probe.commit(self._index, k)
-            self.layer.append(k, v, q)
-            self._run.cache.commit(self._index)
-        else:
-            self.layer.observe(q)
-            self._ahead = 0 if self._run.is_rehearsal else tokens
-        return module.o(out)
+        noisy = round(tokens * self._run.rehearsed_share)
+        if noisy:
+            rehearsed = attention(q[:, tokens - noisy :], k, v)
+            self.layer.observe(q[:, tokens - noisy :])
+            q, k, v = (t[:, : tokens - noisy] for t in (q, k, v))
+        out = self._attend(q, k, v, attention)
+        return module.o(torch.cat((out, rehearsed), dim=1) if noisy else out)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable) -> torch.Tensor:
+        """Attention over history and the block; on the clean pass the block then becomes history."""
+        layer, probe = self.layer, self._run.probe
+        if probe is not None:
+            probe.attend(self._index, q, layer.read(k, v)[0])
+        out = layer.attend(q, k, v, attention)
+        if not self._run.clean:
+            layer.observe(q)
+            self._ahead = q.shape[1]
+            return out
+        if probe is not None:
+            probe.commit(self._index, k)
+        layer.append(k, v, q)
+        self._run.cache.commit(self._index)
+        return out
 
 
 class _OutputMetric:
