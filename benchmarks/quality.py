@@ -5,6 +5,7 @@
 Each world is given 21 true frames (a whole turn) and goes on for 15; the figures compare those 15 with the rollout on
 an uncompressed cache (psnr, ssim), with the true views that come back (revisit_psnr), and the logits under packed keys
 with those under true keys (top1_shift). Intervals are 95 %, over worlds and seeds.
+top1_shift is taken on the first seed.
 """
 
 from __future__ import annotations
@@ -58,11 +59,9 @@ VARIANTS = (
     Variant("quantwm-paper", "+ PSAC (paper)", settings=PAPER),
     Variant("quantwm"),
     Variant("quantwm", "no feedback", parts={"feedback": False}),
-    Variant("quantwm", "no correction", parts={"correction": False}),
     Variant("quantwm", "rank 8", settings={"rank": 8}),
-    Variant("quantwm-paper", "paper", 2, 16, PAPER),
-    Variant("quantwm-paper", "paper", 16, 2, PAPER),
-    Variant("quantwm-paper", "paper", 4, 4, PAPER),
+    Variant("quantwm-paper", "+ PSAC (paper)", 2, 16, PAPER),
+    Variant("quantwm-paper", "+ PSAC (paper)", 16, 2, PAPER),
     Variant("quantwm", "default", 2, 16),
     Variant("quantwm", "default", 16, 2),
     Variant("quantwm", "default", 4, 4),
@@ -84,9 +83,10 @@ def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) ->
         method=variant.method, key_bits=variant.key_bits, value_bits=variant.value_bits, **variant.settings
     )
     method = build_method(variant, settings) if settings.compresses else None
-    psnr, ssim, revisit, probes, seconds = [], [], [], [], []
+    psnr, ssim, revisit, seconds, shift = [], [], [], [], 0.0
     for seed, reference in enumerate(references):
-        probe = core.probe.LogitProbe()
+        # Comparing logits costs as much as the run itself; one seed is enough for a share over so many queries.
+        probe = core.probe.LogitProbe() if seed == 0 else None
         patched, handle = load_pack().world_models.attach(worlds.model, settings, method=method, probe=probe)
         started = time.perf_counter()
         frames = worlds.decode(sample(worlds, patched, seed))
@@ -94,7 +94,7 @@ def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) ->
         psnr += per_world_psnr(frames, reference)
         ssim += per_world_ssim(frames, reference)
         revisit += per_world_psnr(frames, worlds.true_frames[:, worlds.seed_frames :])
-        probes.append(probe.top1_shift)
+        shift = probe.top1_shift if probe else shift
     record = handle.record
     stored = record["bytes_packed"] + record["bytes_unpacked"]
     bits = 8 * stored / (record["bytes_bf16"] / 2)
@@ -111,7 +111,7 @@ def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) ->
         "ssim_mean": _mean(ssim),
         "revisit_psnr_mean": _mean(revisit),
         "revisit_psnr_ci95": _ci95(revisit),
-        "top1_shift": _mean(probes),
+        "top1_shift": round(shift, 4),
         "seconds": round(sum(seconds) / len(seconds), 2),
         "psnr_each": [round(value, 3) for value in psnr],
     }
