@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..quantwm_core.accounting import format_bytes
+from ..quantwm_core.accounting import against_bf16, format_bytes
 from .canvas import Box, Canvas, with_alpha
-from .progress import against_bf16
 
 WIDTH, HEIGHT = 1280, 640
 LEFT: Box = (24, 24, 736, 616)

@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_execution.utils import get_executing_context
 
-from ..quantwm_core.accounting import format_bytes
+from ..quantwm_core.accounting import against_bf16, format_bytes
 
 
 def show_text(text: str, *node_ids: str | None) -> None:
@@ -43,10 +43,3 @@ def block_text(entry: dict[str, Any]) -> str:
         f"Block {entry['block'] + 1}: {entry['tokens']:,} tokens cached\n"
         f"{format_bytes(resident)} instead of {format_bytes(entry['bytes_bf16'])}\n" + against_bf16(ratio)
     )
-
-
-def against_bf16(ratio: float) -> str:
-    """In words, how large a cache is that BF16 would make `ratio` times as large."""
-    if ratio >= 1.05:
-        return f"{ratio:.1f}x smaller than BF16"
-    return "as large as BF16" if ratio > 0.95 else f"{1 / ratio:.1f}x larger than BF16"

@@ -105,10 +105,17 @@ def format_bytes(count: int) -> str:
     """Human size with three significant digits, binary units."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1000 or unit == "TiB":
+        if value < 999.5 or unit == "TiB":
             break
         value /= 1024
     return f"{value:.3g} {unit}"
+
+
+def against_bf16(ratio: float) -> str:
+    """In words, how large a cache is that BF16 would make `ratio` times as large."""
+    if ratio >= 1.05:
+        return f"{ratio:.1f}x smaller than BF16"
+    return "as large as BF16" if ratio > 0.95 else f"{1 / ratio:.1f}x larger than BF16"
 
 
 def format_report(handle: CacheHandle) -> str:
@@ -119,8 +126,8 @@ def format_report(handle: CacheHandle) -> str:
     resident = record["bytes_packed"] + record["bytes_unpacked"] + record["bytes_state"]
     parts = {n: b for n, b in record["bytes_by_part"].items() if b}
     lines = [
-        f"{record['ratio_resident']:.1f}x smaller: {format_bytes(resident)} instead of "
-        f"{format_bytes(record['bytes_bf16'])} in BF16",
+        f"{against_bf16(record['ratio_resident'])}: {format_bytes(resident)} instead of "
+        f"{format_bytes(record['bytes_bf16'])}",
         f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit, "
         f"backend {record['backend']}",
         f"{record['tokens']:,} tokens in {record['blocks']} blocks, {record['layers']} layers x "

@@ -67,14 +67,6 @@ def test_apply_shows_progress_on_both_nodes(node, sent, monkeypatch):
     assert sent[0][1] == ("Block 5: 1,440 tokens cached  \n1.34 MiB instead of 8.44 MiB  \n6.3x smaller than BF16")
 
 
-@pytest.mark.parametrize(
-    ("ratio", "words"),
-    [(6.27, "6.3x smaller than BF16"), (1.0, "as large as BF16"), (0.5, "2.0x larger than BF16")],
-)
-def test_ratio_in_words(node, ratio, words):
-    assert node("progress", "against_bf16")(ratio) == words
-
-
 def test_progress_without_a_server(node, monkeypatch):
     monkeypatch.delitem(sys.modules, "server", raising=False)
     show_text = node("progress", "show_text")

@@ -1,0 +1,34 @@
+"""Words and numbers that people read."""
+
+import json
+
+import pytest
+
+from quantwm_core import CacheGeometry, CacheHandle, CacheSettings, format_report
+from quantwm_core.accounting import against_bf16, format_bytes, native_record
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(6.27, "6.3x smaller than BF16"), (1.0, "as large as BF16"), (0.5, "2.0x larger than BF16")],
+)
+def test_ratio_in_words(ratio, words):
+    assert against_bf16(ratio) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1023 * 1024, "0.999 MiB"), (20 << 20, "20 MiB"), (6_899_630_080, "6.43 GiB")],
+)
+def test_bytes_in_words(count, text):
+    assert format_bytes(count) == text
+
+
+def test_report_ends_with_the_record_and_says_when_there_is_none():
+    settings = CacheSettings(method="off")
+    handle = CacheHandle(settings)
+    assert "Nothing sampled yet" in format_report(handle)
+    geometry = CacheGeometry(2, 2, 64)
+    handle.record = native_record(settings, geometry, 100, 2 * geometry.bytes_bf16(100))
+    lines = format_report(handle).splitlines()
+    assert lines[0].startswith("2.0x larger than BF16") and json.loads(lines[-1]) == handle.record
