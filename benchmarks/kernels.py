@@ -233,13 +233,16 @@ def main() -> None:
     quick = arguments.quick or device.type == "cpu"
     limits = ceilings(device, quick)
     bench = Bench(device, limits)
-    for case in QUICK_CASES if quick else CASES:
-        if not arguments.models or case.model in arguments.models:
-            bench.case(case)
     for name, value in limits.items():
         print(f"{name} {value:.4g}")
-    print_table(bench.rows, COLUMNS)
-    write_json(arguments.json, "benchmarks.kernels", bench.rows, ceilings=limits, triton=_triton_version())
+    for case in QUICK_CASES if quick else CASES:
+        if arguments.models and case.model not in arguments.models:
+            continue
+        done = len(bench.rows)
+        bench.case(case)
+        # Case by case: what was measured survives a run that is cut short.
+        print_table(bench.rows[done:], COLUMNS)
+        write_json(arguments.json, "benchmarks.kernels", bench.rows, ceilings=limits, triton=_triton_version())
 
 
 def _triton_version() -> str | None:

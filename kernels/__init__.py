@@ -17,15 +17,14 @@ def _register() -> str | None:
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return "no NVIDIA GPU is visible"
     try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        logger.info("QuantWM: Triton is not installed; PyTorch does its work, slower.")
-        return f"Triton is not installed ({error})"
-    from . import decode, encode, reading, statistics  # noqa: F401
-
+        from . import decode, encode, reading, statistics  # noqa: F401
+    except (ImportError, AttributeError, OSError) as error:
+        # Triton is optional, comes in many versions, and on some systems without the compiler it needs.
+        return f"Triton cannot be used ({error})"
     return None
 
 
 _reason = _register()
 if _reason:
     backends.mark_unavailable("triton", _reason)
+    logger.info("QuantWM: PyTorch does the work of the GPU kernels: %s.", _reason)

@@ -1,7 +1,7 @@
 """Attention straight on packed keys and values: no decoded copy of the cache exists, not even of one layer.
 
-Every block of queries decodes the tiles again, in registers, so this is the way when the memory for a decoded layer is
-not there, or when queries are few. `reading` chooses between the two.
+Every block of queries decodes the tiles again, in registers, so this is the way when queries are few, or when there is
+no memory for a decoded layer. `reading` chooses.
 """
 
 from __future__ import annotations
@@ -139,12 +139,15 @@ def attention_kernel(
 
 
 def launch_shape(width: int, queries: int) -> dict:
-    """Queries and keys of a tile, and warps: as many queries as fit, because each block of them decodes all keys."""
-    tile = min(128 if width <= 128 else 64, max(16, triton.next_power_of_2(queries)))
+    """Queries and keys of a tile, and warps.
+
+    At most 32 queries: from 64 on Triton 3.6 takes Hopper's warp-group products, and with them this kernel gave wrong
+    results on an H200 (benchmarks/NOTES.md); with the older ones it was right at every width.
+    """
     return {
-        "M": tile,
+        "M": 32 if queries > 16 else 16,
         "N": 64 if width <= 128 else 32,
-        "num_warps": 8 if tile == 128 else 4,
+        "num_warps": 4,
         "num_stages": 1,
     }
 
@@ -180,6 +183,8 @@ def _launch(rows, tiles, queries, k, v, numbers):
     batch, count, heads, head_dim = queries.shape
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     constants = format_constants(form, head_dim, bool(aligned))
+    # Scales enter the product with the coefficients, and Triton 3.6 then mixes up products over 16 ranks.
+    constants["R"] = max(32, constants["R"])
     wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "ALIGNED", "CHUNK_", "FIELD_COUNT")
     shape = launch_shape(constants["W"], count)
     attention_kernel[triton.cdiv(count, shape["M"]), heads, batch](

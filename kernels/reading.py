@@ -4,8 +4,8 @@ Ways:
 - host: decode the layer into a workspace, then the attention function that the host chose;
 - cudnn, flash, efficient: the same workspace, then that backend of the installed torch;
 - packed: no workspace at all, see `attention`;
-- pieces: decode a bounded part at a time, merge the parts' results by their log-sum-exp. Only where a whole layer does
-  not fit and the packed kernel cannot read the method.
+- pieces: decode a bounded part at a time, merge the parts' results by their log-sum-exp. Tried only where a whole
+  layer does not fit.
 They are timed once per shape, where length counts by powers of two; a way must win clearly to replace an earlier one,
 so that the choice, and with it the last bits of the result, stays the same from run to run.
 """
@@ -13,6 +13,7 @@ so that the choice, and with it the last bits of the result, stays the same from
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -106,32 +107,28 @@ def packed_refusal(pieces: Sequence[RawBlock | PackedSpan]) -> str | None:
 
 def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) -> tuple[str, str]:
     """The way for this shape and the reason, by timing what fits."""
-    shape = f"{queries.shape[1]} queries on {tokens} keys"
-    refusal = packed_refusal(pieces)
     history, live = _split(pieces, queries)
-    ways: dict[str, Callable] = {}
+    times: dict[str, float] = {}
+    remarks = []
     if _workspace_fits(queries, tokens):
         keys, values = read()
-        for way in ("host", *SDPA):
-            ways[way] = lambda way=way: _attend(way, queries, keys, values, attention)
-        # All but the packed kernel decode first, so its time may be longer by that.
         decode_ms = _time(read)
+        for way in ("host", *SDPA):
+            times[way] = decode_ms + _time(partial(_attend, way, queries, keys, values, attention))
     else:
-        decode_ms = 0.0
-        if refusal:
-            return "pieces", f"{shape}: pieces (a decoded layer does not fit the memory; {refusal})"
-    times = {}
-    for way, run in ways.items():
-        times[way] = decode_ms + _time(run)
-    if not refusal:
-        table = piece_table(history, queries.device)
-        times["packed"] = _time(lambda: attend_spans(table, live, queries))
+        remarks.append("a decoded layer does not fit the memory")
+        times["pieces"] = _time(partial(attend_parts, piece_table(history, queries.device), live, queries))
+    refusal = packed_refusal(pieces)
+    if refusal:
+        remarks.append(refusal)
+    else:
+        times["packed"] = _time(partial(attend_spans, piece_table(history, queries.device), live, queries))
     best = next(iter(times))
     for way, ms in times.items():
         if ms < CLEARLY_FASTER * times[best]:
             best = way
-    told = ", ".join(f"{way} {ms:.2f} ms" for way, ms in times.items() if ms != float("inf"))
-    return best, f"{shape}: {best} ({told})"
+    told = [f"{way} {ms:.2f} ms" for way, ms in times.items() if ms != float("inf")] + remarks
+    return best, f"{queries.shape[1]} queries on {tokens} keys: {best} ({', '.join(told)})"
 
 
 def _workspace_fits(queries: torch.Tensor, tokens: int) -> bool:
