@@ -30,6 +30,8 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 CLEARLY_FASTER = 0.9
+# Relative error beyond which a way is wrong: rounding in bf16 gives less than 0.01.
+DISAGREEMENT = 0.05
 TIMED_RUNS = 3
 # Share of the free memory that a decoded layer may take, and the size of one part when it may not.
 WORKSPACE_SHARE = 0.8
@@ -110,25 +112,38 @@ def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) 
     history, live = _split(pieces, queries)
     times: dict[str, float] = {}
     remarks = []
+    table = piece_table(history, queries.device)
     if _workspace_fits(queries, tokens):
         keys, values = read()
         decode_ms = _time(read)
         for way in ("host", *SDPA):
             times[way] = decode_ms + _time(partial(_attend, way, queries, keys, values, attention))
+        expected = partial(_attend, "host", queries, keys, values, attention)
     else:
         remarks.append("a decoded layer does not fit the memory")
-        times["pieces"] = _time(partial(attend_parts, piece_table(history, queries.device), live, queries))
+        times["pieces"] = _time(partial(attend_parts, table, live, queries))
+        expected = partial(attend_parts, table, live, queries)
+    packed = partial(attend_spans, table, live, queries)
     refusal = packed_refusal(pieces)
+    packed_ms = float("inf") if refusal else _time(packed)
+    if packed_ms < float("inf") and not _agree(packed(), expected()):
+        refusal = "packed disagrees with decoding on this GPU and Triton"
     if refusal:
         remarks.append(refusal)
     else:
-        times["packed"] = _time(partial(attend_spans, piece_table(history, queries.device), live, queries))
+        times["packed"] = packed_ms
     best = next(iter(times))
     for way, ms in times.items():
         if ms < CLEARLY_FASTER * times[best]:
             best = way
     told = [f"{way} {ms:.2f} ms" for way, ms in times.items() if ms != float("inf")] + remarks
     return best, f"{queries.shape[1]} queries on {tokens} keys: {best} ({', '.join(told)})"
+
+
+def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two ways gave the same up to rounding; compilers have got products wrong before."""
+    difference = actual.flatten(2).float() - expected.flatten(2).float()
+    return bool(difference.norm() < DISAGREEMENT * expected.float().norm())
 
 
 def _workspace_fits(queries: torch.Tensor, tokens: int) -> bool:

@@ -127,3 +127,10 @@ def test_a_compiled_model_keeps_working(pack, make_layer):
 
     expected = forward(q, live.k, live.v)
     torch.testing.assert_close(torch.compile(forward)(q, live.k, live.v), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_wrong_result_is_noticed(pack):
+    expected = torch.randn(1, 8, 2, 16)
+    assert pack.reading._agree(expected * 1.001, expected.flatten(2))
+    assert not pack.reading._agree(expected.roll(1, 1), expected)
+    assert not pack.reading._agree(expected * float("nan"), expected)
