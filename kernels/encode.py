@@ -6,7 +6,10 @@ and 4 bytes a direction of coefficients; per head: four tables of centroids. Not
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import torch
 
@@ -17,6 +20,7 @@ from ..quantwm_core.methods import LayerState, QuantWM
 from ..quantwm_core.methods.quantwm import (
     KEY_TOKENS_PER_CENTROID,
     VALUE_TOKENS_PER_CENTROID,
+    KeySteering,
     key_basis,
     key_directions,
     key_feedback,
@@ -28,6 +32,9 @@ from .encode_codebook import codebook_operands, learn_centroids, round_codebook
 from .encode_match import match
 from .encode_residual import encode_coefficients, encode_residual
 from .statistics import LARGEST_RANK, WIDEST, feedback_weights, leading_eigenvectors
+
+# Each one more is another pass over a tile's distances.
+MOST_CANDIDATES = 8
 
 
 @dataclass(frozen=True)
@@ -46,17 +53,21 @@ class MultipleOf:
 class FusedQuantWM(QuantWM):
     """`QuantWM` with its two encoders on kernels; policy, layout and decoding are the method's own."""
 
+    def _steer(self, moment: torch.Tensor | None, rank: int, tokens: int, state: LayerState) -> KeySteering:
+        with _beside(moment):
+            basis = key_basis(moment, rank, tokens, state, _directions)
+            return KeySteering(basis, _key_feedback(moment, basis) if moment is not None and self.feedback else None)
+
     def _encode_keys(
-        self, k: torch.Tensor, moment: torch.Tensor | None, rank: int, state: LayerState
+        self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering
     ) -> dict[str, torch.Tensor]:
-        k, s, tokens = _rows(k), self.settings, k.shape[1]
-        moment = None if moment is None else moment.contiguous()
-        count = self.centroid_count(tokens, KEY_TOKENS_PER_CENTROID)
+        k, s = _rows(k), self.settings
+        count = self.centroid_count(k.shape[1], KEY_TOKENS_PER_CENTROID)
         book, operands = round_codebook(learn_centroids(k, count), moment)
         matched = match(k, book, operands, s.key_bits, s.group_size, s.candidates)
-        basis = key_basis(moment, rank, tokens, state, _directions)
-        feedback = _key_feedback(moment, basis) if moment is not None and self.feedback else None
-        tensors, raw, peaks = encode_residual("k", k, book, matched, s.key_bits, s.group_size, feedback, basis)
+        _wait_for_beside(k.device)
+        basis = steering.basis
+        tensors, raw, peaks = encode_residual("k", k, book, matched, s.key_bits, s.group_size, steering.feedback, basis)
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
         if basis is not None:
             tensors |= encode_coefficients(raw, peaks) | {"k_psac_u": basis}
@@ -84,9 +95,34 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _beside(moment: torch.Tensor | None) -> Iterator[None]:
+    """Within, kernels run beside those of the current stream: one program a head leaves most of the GPU idle.
+
+    What they allocate is theirs again when freed; that is safe because they always wait for the current stream first.
+    """
+    if moment is None or not moment.is_cuda:
+        yield
+        return
+    side = _side_stream(moment.device)
+    side.wait_stream(torch.cuda.current_stream(moment.device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def _wait_for_beside(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+
+
 def _directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
-    narrow = moment.shape[-1] <= WIDEST and rank <= LARGEST_RANK
-    return leading_eigenvectors(moment, rank) if narrow else key_directions(moment, rank)
+    fits = moment.shape[-1] <= WIDEST and rank <= LARGEST_RANK
+    return leading_eigenvectors(moment, rank) if fits else key_directions(moment, rank)
 
 
 def _key_feedback(moment: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
@@ -106,11 +142,14 @@ def _value_feedback(metric: torch.Tensor) -> torch.Tensor:
         "dtype": OneOf((torch.bfloat16, torch.float16)),
         "method": OneOf(("quantwm",)),
         "head_dim": MultipleOf(16, 256),
-        "tokens": Between(1, 1 << 22),
+        "candidates": Between(1, MOST_CANDIDATES),
     },
     failures=FAILURES,
 )
 def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan:
     """Pack keys and values `[B, S, H, D]` as `method.encode` does."""
+    # By heads the moment must lie in rows; it does, unless the caller cut it from another tensor.
+    if stats.own is not None:
+        stats = QueryStats(stats.own.contiguous())
     fused = FusedQuantWM(**{f.name: getattr(method, f.name) for f in fields(QuantWM)})
     return fused.encode(k, v, stats, state)

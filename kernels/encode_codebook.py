@@ -15,8 +15,10 @@ from ..quantwm_core.codec.codebook import Codebook
 from ..quantwm_core.codec.kmeans import scatter_step
 from ..quantwm_core.methods.quantwm import LEARNING_ITERATIONS, SAMPLE_PER_CENTROID
 from .encode_tiles import (
+    LARGEST,
     SLICE,
     distance_keys,
+    distance_start,
     head_pointer,
     load_centroids,
     load_grid,
@@ -26,7 +28,13 @@ from .encode_tiles import (
 )
 
 TILE = 64
-# Values that the first centroids do not span are clipped this many times beyond them, in the sums alone.
+# Centroids that a program compares its tokens with at a time.
+CENTROID_TILE = 64
+LAUNCH = {"num_warps": 4, "num_stages": 2}
+SLICE_LAUNCH = {"num_warps": 4}
+# Tokens of the sample that show the range of each channel.
+RANGE_TOKENS = 128
+# Values are clipped at this many times that range, in the sums alone.
 HEADROOM = tl.constexpr(8.0)
 
 
@@ -56,22 +64,33 @@ def _store_operands(centred, weight, points, bias, n, part, count, D: tl.constex
 
 
 @triton.jit
+def _place(channel, D: tl.constexpr):
+    """Where a channel's sum lies in its row.
+
+    Not in order: Triton would give each thread four neighbours, and then every atomic instruction of a warp touches
+    four times the memory that it changes.
+    """
+    return (channel % 4) * (D // 4) + channel // 4
+
+
+@triton.jit
 def _start_kernel(
     x, centroids, ref, unit, points, bias, sums, sizes,
     tokens, heads, count, sample, step, stride_b, stride_s, stride_h,
     D: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Begin with the first tokens of the sample; one program a head and slice of channels."""
+    """Begin with the first tokens of the sample, KP of which show the range; one program a head and slice."""
     n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     index = tl.arange(0, KP)
     column = part * SLICE + tl.arange(0, SLICE)
     valid = (index < count)[:, None]
+    seen = (index < sample)[:, None]
     token = (index.to(tl.int64) * step) % tokens
     source = head_pointer(x, n, heads, stride_b, stride_h) + token[:, None] * stride_s + column[None, :]
-    start = tl.load(source, mask=valid, other=0.0).to(tl.float32)
-    high = tl.max(tl.where(valid, start, float("-inf")), axis=0)
-    low = tl.min(tl.where(valid, start, float("inf")), axis=0)
+    start = tl.load(source, mask=seen, other=0.0).to(tl.float32)
+    high = tl.max(tl.where(seen, start, float("-inf")), axis=0)
+    low = tl.min(tl.where(seen, start, float("inf")), axis=0)
     middle = low + 0.5 * (high - low)
     spread = 0.5 * (high - low)
     # A channel that stands still at the start may move later: it gets a share of its neighbours' range.
@@ -91,7 +110,7 @@ def _start_kernel(
 def _assign_kernel(
     x, ref, unit, points, bias, sums, sizes,
     tokens, heads, count, sample, step, stride_b, stride_s, stride_h,
-    D: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, KC: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add each token of the sample to the sums of its nearest centroid; one program a head and tile of tokens."""
     n = tl.program_id(0).to(tl.int64)
@@ -101,15 +120,18 @@ def _assign_kernel(
     column = tl.arange(0, W)
     rows = load_rows(head_pointer(x, n, heads, stride_b, stride_h), token, valid, stride_s, D, W)
     middle = tl.load(ref + n * D + column, mask=column < D, other=0.0)
-    keys = distance_keys(rows, middle, points, bias, n, count, D, W, KP, D // SLICE)
-    ids = tl.min(keys, axis=1) & 255
+    operand, norms = distance_start(rows, middle, tl.full((W,), 1.0, tl.float32))
+    best = tl.full((T,), LARGEST, tl.int32)
+    for first in range(0, count, KC):
+        keys = distance_keys(operand, norms, points, bias, n, count, first, D, W, KC)
+        best = tl.minimum(best, tl.min(keys, axis=1))
+    ids = best & 255
     scale = tl.load(unit + n * D + column, mask=column < D, other=0.0)
     limit = 2147483392.0 / sample
     whole = tl.minimum(tl.maximum((rows - middle[None, :]) * scale[None, :], -limit), limit).to(tl.int32)
-    target = n * count + ids
     mask = valid[:, None] & (column < D)[None, :]
-    tl.atomic_add(sums + target[:, None] * D + column[None, :], whole, mask=mask, sem="relaxed")
-    tl.atomic_add(sizes + target, tl.full((T,), 1, tl.int32), mask=valid, sem="relaxed")
+    tl.atomic_add(sums + n * count * D + ids[:, None] * D + _place(column, D)[None, :], whole, mask=mask, sem="relaxed")
+    tl.atomic_add(sizes + n * count + ids, tl.full((T,), 1, tl.int32), mask=valid, sem="relaxed")
 
 
 @triton.jit
@@ -124,14 +146,15 @@ def _update_kernel(
     valid = (index < count)[:, None]
     rows = (n * count + index)[:, None] * D + column[None, :]
     size = tl.load(sizes_in + n * count + index, mask=index < count, other=0)[:, None]
-    total = tl.load(sums + rows, mask=valid, other=0).to(tl.float32)
+    summed = sums + (n * count + index)[:, None] * D + _place(column, D)[None, :]
+    total = tl.load(summed, mask=valid, other=0).to(tl.float32)
     old = tl.load(centroids + rows, mask=valid, other=0.0)
     middle = tl.load(ref + n * D + column)[None, :]
     scale = tl.load(unit + n * D + column)[None, :]
     mean = middle + total / (tl.maximum(size, 1).to(tl.float32) * scale)
     new = tl.where(size > 0, mean, old)
     tl.store(centroids + rows, new, mask=valid)
-    tl.store(sums + rows, tl.zeros((KP, SLICE), tl.int32), mask=valid)
+    tl.store(summed, tl.zeros((KP, SLICE), tl.int32), mask=valid)
     # All slices of a head read the sizes, so the ones for the next round lie elsewhere.
     tl.store(sizes_out + n * count + index, tl.zeros((KP,), tl.int32), mask=index < count)
     one = tl.full((SLICE,), 1.0, tl.float32)
@@ -198,14 +221,17 @@ def learn_centroids(x: torch.Tensor, count: int) -> torch.Tensor:
     bias = new(n, width // SLICE.value, count, dtype=torch.float32)
     padded = _padded(count)
     slices = (n, width // SLICE.value)
-    _start_kernel[slices](x, centroids, ref, unit, points, bias, sums, sizes[0], *shape, D=width, KP=padded)
+    ranged = max(padded, RANGE_TOKENS)
+    _start_kernel[slices](x, centroids, ref, unit, points, bias, sums, sizes[0], *shape, D=width, KP=ranged)
     for turn in range(LEARNING_ITERATIONS):
         mine, other = sizes[turn % 2], sizes[(turn + 1) % 2]
         _assign_kernel[(n, triton.cdiv(sample, TILE))](
             x, ref, unit, points, bias, sums, mine, *shape,
-            D=width, W=triton.next_power_of_2(width), KP=padded, T=TILE,
+            D=width, W=triton.next_power_of_2(width), KC=CENTROID_TILE, T=TILE, **LAUNCH,
         )  # fmt: skip
-        _update_kernel[slices](centroids, ref, unit, points, bias, sums, mine, other, count, D=width, KP=padded)
+        _update_kernel[slices](
+            centroids, ref, unit, points, bias, sums, mine, other, count, D=width, KP=padded, **SLICE_LAUNCH
+        )
     return centroids
 
 

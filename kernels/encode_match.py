@@ -12,9 +12,20 @@ from ..quantwm_core.codec.codebook import Codebook
 from ..quantwm_core.codec.groups import group_count
 from ..quantwm_core.codec.midrise import TWO_BIT_STEP
 from .encode_codebook import Operands
-from .encode_tiles import LARGEST, SLICE, distance_keys, head_pointer, load_centroids, load_grid, load_rows
+from .encode_tiles import (
+    LARGEST,
+    distance_keys,
+    distance_start,
+    head_pointer,
+    load_centroids,
+    load_grid,
+    load_rows,
+    load_units,
+)
 
 TILE = 64
+CENTROID_TILE = 64
+LAUNCH = {"num_warps": 4, "num_stages": 2}
 STEP_OVER_RMS = tl.constexpr(TWO_BIT_STEP)
 
 
@@ -30,6 +41,9 @@ class Match:
 @triton.jit
 def _group_ranges(residual, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr):
     """Highest minus lowest value of each group of channels, float32 `[T, W / GROUP]`; 0 where there is no channel."""
+    if D == W:
+        groups = tl.reshape(residual, (T, W // GROUP, GROUP))
+        return tl.max(groups, axis=2) - tl.min(groups, axis=2)
     real = (tl.arange(0, W) < D)[None, :]
     high = tl.max(tl.reshape(tl.where(real, residual, float("-inf")), (T, W // GROUP, GROUP)), axis=2)
     low = tl.min(tl.reshape(tl.where(real, residual, float("inf")), (T, W // GROUP, GROUP)), axis=2)
@@ -51,12 +65,40 @@ def _group_steps(residual, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 
 
 @triton.jit
+def _by_range(
+    rows, candidates, weight, book, low, step, n, count, valid,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Among the nearest centroids (keys int32 `[T, slots]`), the one that leaves the cheapest ranges: ids `[T]`."""
+    group_weight = tl.sum(tl.reshape(weight, (W // GROUP, GROUP)), axis=1)[None, :]
+    # x - centroid = (x - low + 16 step) - 16 step (1 + code / 16)
+    lifted = rows - (low - 16.0 * step)[None, :]
+    cost = tl.full((T,), float("inf"), tl.float32)
+    ids = tl.zeros((T,), tl.int32)
+    for turn in tl.static_range(CANDIDATES):
+        nearest = tl.min(candidates, axis=1)
+        own_ids = tl.where(nearest == LARGEST, ids, nearest & 255)
+        units = load_units(book, n, count, own_ids, valid, 0, D, W)
+        ranges = _group_ranges(lifted - (16.0 * step)[None, :] * units, D, W, GROUP, T)
+        own = tl.sum(group_weight * ranges * ranges, axis=1)
+        if turn == 0:
+            ids = own_ids
+            cost = own
+        else:
+            ids = tl.where(own < cost, own_ids, ids)
+            cost = tl.minimum(own, cost)
+        candidates = tl.where(candidates == nearest[:, None], LARGEST, candidates)
+    return ids
+
+
+@triton.jit
 def _match_kernel(
     x, book, grid, ref, points, bias, weights, ids_out, wanted_out, peaks_out,
-    tokens, heads, count, candidates, stride_b, stride_s, stride_h,
-    D: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, T: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_RANGE: tl.constexpr,
+    tokens, heads, count, stride_b, stride_s, stride_h,
+    D: tl.constexpr, W: tl.constexpr, KC: tl.constexpr, T: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CANDIDATES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    """One program a head and tile of tokens; centroids come KC at a time, and each time the best ones are kept."""
     n = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token = tile * T + tl.arange(0, T)
@@ -64,23 +106,22 @@ def _match_kernel(
     column = tl.arange(0, W)
     rows = load_rows(head_pointer(x, n, heads, stride_b, stride_h), token, valid, stride_s, D, W)
     middle = tl.load(ref + n * D + column, mask=column < D, other=0.0)
-    keys = distance_keys(rows, middle, points, bias, n, count, D, W, KP, D // SLICE)
+    weight = tl.load(weights + n * D + column, mask=column < D, other=0.0)
+    operand, norms = distance_start(rows, middle, weight)
+    slot = tl.arange(0, SLOTS)[None, :]
+    best = tl.full((T, SLOTS), LARGEST, tl.int32)
+    for first in range(0, count, KC):
+        keys = distance_keys(operand, norms, points, bias, n, count, first, D, W, KC)
+        for turn in tl.static_range(CANDIDATES):
+            nearest = tl.min(keys, axis=1)[:, None]
+            best = tl.where(slot == (first // KC) * CANDIDATES + turn, nearest, best)
+            if turn + 1 < CANDIDATES:
+                keys = tl.where(keys == nearest, LARGEST, keys)
     low, step = load_grid(grid, n, 0, D, W)
-    best = tl.min(keys, axis=1)
-    ids = best & 255
-    if BY_RANGE:
-        weight = tl.load(weights + n * D + column, mask=column < D, other=0.0)
-        group_weight = tl.sum(tl.reshape(weight, (W // GROUP, GROUP)), axis=1)[None, :]
-        cost = tl.full((T,), float("inf"), tl.float32)
-        candidate = best
-        for _ in range(candidates):
-            centroids = load_centroids(book, low, step, n, count, candidate & 255, valid, 0, D, W)
-            ranges = _group_ranges(rows - centroids, D, W, GROUP, T)
-            own = tl.sum(group_weight * ranges * ranges, axis=1)
-            ids = tl.where(own < cost, candidate & 255, ids)
-            cost = tl.minimum(own, cost)
-            keys = tl.where(keys == candidate[:, None], LARGEST, keys)
-            candidate = tl.min(keys, axis=1)
+    if CANDIDATES > 1:
+        ids = _by_range(rows, best, weight, book, low, step, n, count, valid, D, W, T, GROUP, CANDIDATES)
+    else:
+        ids = tl.min(best, axis=1) & 255
     tl.store(ids_out + n * tokens + token, ids.to(tl.uint8), mask=valid)
     centroids = load_centroids(book, low, step, n, count, ids, valid, 0, D, W)
     residual = tl.where(valid[:, None] & (column < D)[None, :], rows - centroids, 0.0)
@@ -92,11 +133,12 @@ def _match_kernel(
 
 
 def match(
-    x: torch.Tensor, book: Codebook, operands: Operands, bits: int, group_size: int, candidates: int | None = None
+    x: torch.Tensor, book: Codebook, operands: Operands, bits: int, group_size: int, candidates: int = 1
 ) -> Match:
-    """Centroids and steps for `x` `[B, S, H, D]`: the nearest ones, or with `candidates` as QSAC chooses among them."""
+    """Centroids and steps for `x` `[B, S, H, D]`: the nearest ones, or those that QSAC picks among `candidates`."""
     batch, tokens, heads, width = x.shape
     n, count = batch * heads, book.codes.shape[1]
+    candidates = min(candidates, count)
     groups, tiles = group_count(width, group_size), triton.cdiv(tokens, TILE)
     result = Match(
         x.new_empty(n, tokens, dtype=torch.uint8),
@@ -106,8 +148,9 @@ def match(
     _match_kernel[(n, tiles)](
         x, book.codes, book.grid, operands.ref, operands.points, operands.bias, operands.weights,
         result.ids, result.wanted, result.peaks,
-        tokens, heads, count, min(candidates or 1, count), *x.stride()[:3],
-        D=width, W=max(triton.next_power_of_2(width), group_size), KP=max(16, triton.next_power_of_2(count)), T=TILE,
-        BITS=bits, GROUP=group_size, GROUPS=groups, BY_RANGE=(candidates or 1) > 1,
+        tokens, heads, count, *x.stride()[:3],
+        D=width, W=max(triton.next_power_of_2(width), group_size), KC=CENTROID_TILE, T=TILE,
+        BITS=bits, GROUP=group_size, GROUPS=groups, CANDIDATES=candidates,
+        SLOTS=triton.next_power_of_2(candidates * triton.cdiv(count, CENTROID_TILE)), **LAUNCH,
     )  # fmt: skip
     return result

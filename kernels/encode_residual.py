@@ -1,4 +1,9 @@
-"""Codes of what the centroids leave, with error feedback, and the coefficients of the correction."""
+"""Codes of what the centroids leave, with error feedback, and the coefficients of the correction.
+
+Channels are rounded 16 at a time, and what the later ones owe for the errors of the earlier ones is added up in
+halves: the second half of any run is told all errors of the first half by one matrix product. Joined runs interleave
+their channels, which costs nothing in registers; weights are loaded in that order.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,7 @@ from .encode_tiles import (
 )
 
 TILE = 64
+LAUNCH = {"num_warps": 4}
 
 
 @triton.jit
@@ -50,72 +56,138 @@ def _store_scales(
 
 
 @triton.jit
+def _channel(place, SIZE: tl.constexpr):
+    """Channel at `place` in a run of SIZE channels made by joining two runs of half the size, down to 16."""
+    if SIZE == 16:
+        return place
+    if SIZE == 32:
+        return (place & 1) * 16 + (place >> 1)
+    if SIZE == 64:
+        return (place & 1) * 32 + ((place >> 1) & 1) * 16 + (place >> 2)
+    if SIZE == 128:
+        return (place & 1) * 64 + ((place >> 1) & 1) * 32 + ((place >> 2) & 1) * 16 + (place >> 3)
+    return (
+        (place & 1) * 128 + ((place >> 1) & 1) * 64 + ((place >> 2) & 1) * 32 + ((place >> 3) & 1) * 16 + (place >> 4)
+    )
+
+
+@triton.jit
+def _owe(errors, owed, feedback, FIRST: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
+    """What a run of HALF channels owes, with the errors `[T, HALF]` of the run before it, which starts at FIRST."""
+    place = tl.arange(0, HALF)
+    source = FIRST + _channel(place, HALF)[:, None]
+    target = FIRST + HALF + _channel(place, HALF)[None, :]
+    weights = tl.load(feedback + target * D + source, mask=target < D, other=0.0).to(OPERAND)
+    return tl.dot(errors, weights, owed, input_precision="ieee")
+
+
+@triton.jit
+def _group_step(
+    tile, FIRST: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    SCALE_BITS: tl.constexpr, PER_OCTAVE: tl.constexpr,
+):  # fmt: skip
+    """Stored step of the group in which channel FIRST lies, and its reciprocal (0 for no step): float32 `[T]` each."""
+    wanted, factors, top, row, valid = tile[0], tile[1], tile[2], tile[3], tile[4]
+    group: tl.constexpr = FIRST // GROUP if FIRST // GROUP < GROUPS else 0
+    wish = tl.load(wanted + row * GROUPS + group, mask=valid, other=0.0)
+    step = top * tl.load(factors + log_code(top, wish, SCALE_BITS, PER_OCTAVE))
+    positive = step > 0
+    inverse = tl.div_rn(tl.where(positive, 1.0, 0.0), tl.where(positive, step, 1.0))
+    return step, tl.minimum(inverse, 3.4028234663852886e38)
+
+
+@triton.jit
+def _errors_16(tile, owed, step, inverse, FIRST: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr):
+    """Round 16 channels, less what they owe, store their codes, and return their errors."""
+    row, valid, source, ids, book, grid, codes_out, n, count = tile[3:]
+    middle: tl.constexpr = ((1 << BITS) - 1) / 2
+    words: tl.constexpr = BITS // 2
+    if FIRST >= D:
+        return to_operand(tl.zeros((T, 16), tl.float32))
+    low, unit = load_grid(grid, n, FIRST, D, SLICE)
+    values = tl.load(source + FIRST + tl.arange(0, 16)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+    residual = values - load_centroids(book, low, unit, n, count, ids, valid, FIRST, D, SLICE)
+    place = (residual - owed) * inverse[:, None] + middle
+    # Added to 1.5 * 2**23 a float is rounded to a whole number, which then stands in its last bits.
+    lifted = tl.minimum(tl.maximum(place, 0.0), 2 * middle) + 12582912.0
+    lanes = tl.reshape(lifted.to(tl.int32, bitcast=True) & ((1 << BITS) - 1), (T, words, 32 // BITS))
+    packed = tl.sum(lanes << (BITS * tl.arange(0, 32 // BITS))[None, None, :], axis=2)
+    pointer = codes_out + row[:, None] * (D * BITS // 32) + FIRST // 16 * words + tl.arange(0, words)[None, :]
+    tl.store(pointer, packed, mask=valid[:, None])
+    return to_operand(step[:, None] * ((lifted - 12582912.0) - middle) - residual)
+
+
+@triton.jit
+def _errors(
+    tile, owed, step, inverse, feedback, FIRST: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_BITS: tl.constexpr, PER_OCTAVE: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    """Round a run of SIZE channels and return their errors `[T, SIZE]`, in the order of `_channel`."""
+    if SIZE == GROUP:
+        step, inverse = _group_step(tile, FIRST, GROUP, GROUPS, SCALE_BITS, PER_OCTAVE)
+    if SIZE == 16:
+        return _errors_16(tile, owed, step, inverse, FIRST, D, T, BITS)
+    else:
+        half: tl.constexpr = SIZE // 2
+        middle: tl.constexpr = FIRST + SIZE // 2
+        left, right = tl.split(tl.reshape(owed, (T, half, 2)))
+        before = _errors(
+            tile, left, step, inverse, feedback, FIRST, half, D, T,
+            BITS, GROUP, GROUPS, SCALE_BITS, PER_OCTAVE, FEEDBACK,
+        )  # fmt: skip
+        if FEEDBACK and middle < D:
+            right = _owe(before, right, feedback, FIRST, half, D)
+        after = _errors(
+            tile, right, step, inverse, feedback, middle, half, D, T,
+            BITS, GROUP, GROUPS, SCALE_BITS, PER_OCTAVE, FEEDBACK,
+        )  # fmt: skip
+        return tl.reshape(tl.join(before, after), (T, SIZE))
+
+
+@triton.jit
 def _residual_kernel(
     x, book, grid, ids, wanted, peaks, factors, feedback, basis,
     codes_out, scales_out, top_out, raw_out, raw_peaks_out,
-    tokens, heads, count, feedback_heads, stride_b, stride_s, stride_h,
+    tokens, tiles, heads, count, feedback_heads, stride_b, stride_s, stride_h,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr,
     SCALE_BITS: tl.constexpr, PER_OCTAVE: tl.constexpr,
     FEEDBACK: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens of one head, 16 channels at a time: each block knows what the blocks before it got wrong."""
+    """One tile of tokens of one head; see `_errors_16` for the order in which channels are rounded."""
     n = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    token = tile * T + tl.arange(0, T)
+    program = tl.program_id(1)
+    token = program * T + tl.arange(0, T)
     valid = token < tokens
     row = n * tokens + token
     source = head_pointer(x, n, heads, stride_b, stride_h) + token.to(tl.int64)[:, None] * stride_s
     own_ids = tl.load(ids + row, mask=valid, other=0).to(tl.int32)
-    top = round_bf16(largest_of_tiles(peaks, n, tl.num_programs(1)))
-    if tile == 0:
+    top = round_bf16(largest_of_tiles(peaks, n, tiles))
+    if program == 0:
         tl.store(top_out + n, top)
     _store_scales(wanted, scales_out, top, n, token, valid, tokens, GROUPS, GP, T, SCALE_BITS, PER_OCTAVE)
-
-    levels: tl.constexpr = 1 << BITS
-    words: tl.constexpr = BITS // 2
-    inner = tl.arange(0, SLICE)
-    channel = tl.arange(0, W)
-    direction = tl.arange(0, RP)
+    tile = (wanted, factors, top, row, valid, source, own_ids, book, grid, codes_out, n, count)
     owed = tl.zeros((T, W), tl.float32)
-    raw = tl.zeros((T, RP), tl.float32)
-    step = tl.zeros((T,), tl.float32)
-    for block in tl.static_range(D // SLICE):
-        first: tl.constexpr = block * SLICE
-        if first % GROUP == 0:
-            wish = tl.load(wanted + row * GROUPS + first // GROUP, mask=valid, other=0.0)
-            step = top * tl.load(factors + log_code(top, wish, SCALE_BITS, PER_OCTAVE))
-        low, unit = load_grid(grid, n, first, D, SLICE)
-        centroids = load_centroids(book, low, unit, n, count, own_ids, valid, first, D, SLICE)
-        values = tl.load(source + first + inner[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        residual = values - centroids
-        target = residual
-        if FEEDBACK:
-            mine = (tl.arange(0, W // SLICE) == block)[None, :, None]
-            target -= tl.sum(tl.where(mine, tl.reshape(owed, (T, W // SLICE, SLICE)), 0.0), axis=1)
-        divisor = tl.where(step > 0, step, 1.0)[:, None] + tl.zeros_like(target)
-        scaled = tl.where((step > 0)[:, None], tl.div_rn(target, divisor), 0.0)
-        codes = tl.minimum(tl.maximum(tl.floor(scaled + levels / 2), 0.0), levels - 1)
-        error = to_operand(step[:, None] * (codes - (levels - 1) / 2) - residual)
-        lanes = tl.reshape(codes.to(tl.int32), (T, words, 32 // BITS))
-        packed = lanes << (BITS * tl.arange(0, 32 // BITS))[None, None, :]
-        word = tl.arange(0, words)
-        pointer = codes_out + row[:, None] * (D * BITS // 32) + block * words + word[None, :]
-        tl.store(pointer, tl.sum(packed, axis=2), mask=valid[:, None])
-        if FEEDBACK and first + SLICE < D:
-            weight = feedback + (n % feedback_heads) * D * D + channel[None, :] * D + first + inner[:, None]
-            weights = tl.load(weight, mask=(channel < D)[None, :], other=0.0).to(OPERAND)
-            owed = tl.dot(error, weights, owed, input_precision="ieee")
-        if RANK:
-            u = basis + n * D * RANK + (inner + first)[:, None] * RANK + direction[None, :]
-            directions = tl.load(u, mask=(direction < RANK)[None, :], other=0.0).to(OPERAND)
-            raw = tl.dot(error, directions, raw, input_precision="ieee")
+    feedback += (n % feedback_heads) * D * D
+    # Replaced where a run is one group; a group wider than the head keeps this one.
+    step, inverse = _group_step(tile, 0, GROUP, GROUPS, SCALE_BITS, PER_OCTAVE)
+    errors = _errors(
+        tile, owed, step, inverse, feedback, 0, W, D, T,
+        BITS, GROUP, GROUPS, SCALE_BITS, PER_OCTAVE, FEEDBACK,
+    )  # fmt: skip
+    if RANK:
+        direction = tl.arange(0, RP)
+        channel = _channel(tl.arange(0, W), W)[:, None]
+        u = basis + n * D * RANK + channel * RANK + direction[None, :]
+        directions = tl.load(u, mask=(channel < D) & (direction < RANK)[None, :], other=0.0).to(OPERAND)
+        raw = tl.dot(errors, directions, input_precision="ieee")
     if RANK:
         mask = valid[:, None] & (direction < RANK)[None, :]
         # The coefficients project what decoding misses, which is minus the error of the codes.
         tl.store(raw_out + row[:, None] * RANK + direction[None, :], -raw, mask=mask)
         size = tl.max(tl.where(mask, tl.abs(raw), 0.0), axis=1)
-        tl.store(raw_peaks_out + n * tl.num_programs(1) + tile, tl.max(size, axis=0))
+        tl.store(raw_peaks_out + n * tl.num_programs(1) + program, tl.max(size, axis=0))
 
 
 @triton.jit
@@ -176,7 +248,7 @@ def encode_residual(
     """
     batch, tokens, heads, width = x.shape
     n, count = batch * heads, book.codes.shape[1]
-    groups, tiles = match.wanted.shape[-1], match.peaks.shape[-1]
+    groups, tiles = match.wanted.shape[-1], triton.cdiv(tokens, TILE)
     scale_bits, per_octave = scale_format(bits)
     rank = 0 if basis is None else basis.shape[-1]
     new = x.new_empty
@@ -191,13 +263,13 @@ def encode_residual(
         _factors(scale_bits, per_octave, x.device),
         unused if feedback is None else feedback.contiguous(), unused if basis is None else basis.contiguous(),
         codes.view(torch.int32), scales, top, raw, raw_peaks,
-        tokens, heads, count, 1 if feedback is None else feedback.shape[0], *x.stride()[:3],
+        tokens, match.peaks.shape[-1], heads, count, 1 if feedback is None else feedback.shape[0], *x.stride()[:3],
         D=width, W=triton.next_power_of_2(width), T=TILE, BITS=bits,
         GROUP=group_size, GROUPS=groups, GP=max(2, triton.next_power_of_2(groups)),
         SCALE_BITS=scale_bits, PER_OCTAVE=per_octave,
         FEEDBACK=feedback is not None, RANK=rank, RP=max(16, triton.next_power_of_2(rank)),
         # A product fused into a sum would round once where the eager twin rounds twice.
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
     tensors = {
         f"{prefix}_codes": codes,

@@ -65,37 +65,54 @@ def load_grid(grid, n, first, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_centroids(book, low, step, n, count, ids, valid, first, D: tl.constexpr, W: tl.constexpr):
-    """Rows `ids` `[T]` of a 4-bit codebook uint8 `[N, K, D / 2]`, channels from `first` on, float32 `[T, W]`."""
+def load_units(book, n, count, ids, valid, first, D: tl.constexpr, W: tl.constexpr):
+    """Codes of rows `ids` `[T]` of a 4-bit codebook uint8 `[N, K, D / 2]`, as float32 `1 + code / 16` `[T, W]`.
+
+    Written straight into the fraction of a float: conversions from integers are slow.
+    """
     column = first // 2 + tl.arange(0, W // 2)
     mask = valid[:, None] & (column < D // 2)[None, :]
-    rows = (n * count + ids)[:, None] * (D // 2)
-    packed = tl.load(book + rows + column[None, :], mask=mask, other=0).to(tl.int32)
-    codes = tl.reshape(tl.join(packed & 15, packed >> 4), (ids.shape[0], W))
-    # At most 12 significant bits: exact, fused into one operation or not.
-    return low[None, :] + step[None, :] * codes.to(tl.float32)
+    rows = book + n * count * (D // 2) + ids[:, None] * (D // 2)
+    packed = tl.load(rows + column[None, :], mask=mask, other=0).to(tl.int32)
+    low = ((packed << 19) & 0x780000) | 0x3F800000
+    high = ((packed << 15) & 0x780000) | 0x3F800000
+    return tl.reshape(tl.join(low, high), (ids.shape[0], W)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def distance_keys(
-    x, ref, operand, bias, n, count, D: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SLICES: tl.constexpr
-):
-    """Sortable keys int32 `[T, KP]` of the distances of `[T, W]` to all centroids; the low byte is the centroid.
+def load_centroids(book, low, step, n, count, ids, valid, first, D: tl.constexpr, W: tl.constexpr):
+    """Rows `ids` `[T]` of a codebook, channels from `first` on, float32 `[T, W]`."""
+    units = load_units(book, n, count, ids, valid, first, D, W)
+    # Step times code has at most 12 significant bits, so this rounds once, as the eager twin does.
+    codes = tl.fma(units, 16.0 + tl.zeros_like(units), -16.0 + tl.zeros_like(units))
+    return tl.fma(step[None, :] + tl.zeros_like(units), codes, low[None, :] + tl.zeros_like(units))
 
-    The order is that of `bias - (x - ref) . operand`: half the squared distance, but for what all centroids share.
-    16 bits of it decide, ties go to the lower index.
+
+@triton.jit
+def distance_start(x, ref, weight):
+    """Operand and half squared norms `[T]` of tokens float32 `[T, W]`, for `distance_keys`."""
+    centred = ref[None, :] - x
+    return to_operand(centred), 0.5 * tl.sum(weight[None, :] * centred * centred, axis=1)
+
+
+@triton.jit
+def distance_keys(operand, norms, points, bias, n, count, first, D: tl.constexpr, W: tl.constexpr, KC: tl.constexpr):
+    """Sortable keys int32 `[T, KC]` of the distances to the centroids from `first` on; the low byte is the centroid.
+
+    Half squared distances are positive floats, whose bits sort as integers. 16 bits of the fraction decide, then the
+    lower index.
     """
     column = tl.arange(0, W)
-    index = tl.arange(0, KP)
+    index = first + tl.arange(0, KC)
     mask = (index < count)[:, None] & (column < D)[None, :]
-    points = tl.load(operand + (n * count + index)[:, None] * D + column[None, :], mask=mask, other=0.0)
-    half_norms = tl.zeros((KP,), tl.float32)
-    for part in tl.static_range(SLICES):
-        half_norms += tl.load(bias + (n * SLICES + part) * count + index, mask=index < count, other=0.0)
-    product = tl.dot(to_operand(x - ref[None, :]), tl.trans(points.to(OPERAND)), input_precision="ieee")
-    bits = (half_norms[None, :] - product).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & LARGEST)
-    return tl.where((index < count)[None, :], (ordered & -256) | index[None, :], LARGEST)
+    rows = tl.load(points + n * count * D + index[:, None] * D + column[None, :], mask=mask, other=0.0)
+    part = tl.arange(0, W // SLICE)
+    shares = bias + n * (D // SLICE) * count + part[:, None] * count + index[None, :]
+    real = (part < D // SLICE)[:, None] & (index < count)[None, :]
+    half = tl.sum(tl.load(shares, mask=real, other=0.0), axis=0) + tl.where(index < count, 0.0, 1e37)
+    start = norms[:, None] + half[None, :]
+    distance = tl.maximum(tl.dot(operand, tl.trans(rows.to(OPERAND)), start, input_precision="ieee"), 0.0)
+    return (distance.to(tl.int32, bitcast=True) & -256) | index[None, :]
 
 
 @triton.jit

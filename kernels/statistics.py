@@ -1,6 +1,6 @@
 """What the queries tell: their second moment, its leading directions, and the weights of error feedback.
 
-The two small matrix problems run as one program per head, with the 128 x 128 moment in registers.
+The two small matrix problems run as one program per head.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from ..quantwm_core.backends import Between, OneOf
 from ..quantwm_core.codec.feedback import BLOCK, DAMPING
 from .encode_tiles import INTERPRETED, head_pointer
 
-# Widest head whose moment fits in the registers of one program.
+# Widest head, and most directions, that fit in the registers and the shared memory of one program.
 WIDEST = 128
-LARGEST_RANK = 32
+LARGEST_RANK = 16
 # Programs that a moment's tokens are shared among, over all heads: about one for each multiprocessor of a large GPU.
 PROGRAMS = 132
 TOKEN_TILE = 64
 MOMENT_TILE = 128
-POWER_STEPS = 3
+MOMENT_LAUNCH = {"num_warps": 8}
+BASIS_LAUNCH = {"num_warps": 8, "num_stages": 1}
+FEEDBACK_LAUNCH = {"num_warps": 8, "num_stages": 1}
+POWER_STEPS = 4
 JACOBI_SWEEPS = tl.constexpr(2)
 ROWS = tl.constexpr(BLOCK)
+COLUMNS = tl.constexpr(32)
+GOLDEN_ANGLE = tl.constexpr(2.399963)
 # Three products of TF32 parts: as exact as float32, on the matrix units.
 EXACT = tl.constexpr("tf32x3")
 
@@ -89,7 +94,7 @@ def second_moment(queries: torch.Tensor) -> torch.Tensor:
     partial = queries.new_empty(parts, n, width, width, dtype=torch.float32)
     moment = queries.new_empty(batch, heads, width, width, dtype=torch.float32)
     _moment_kernel[(tiles, parts)](
-        queries, partial, tokens, heads, share, *queries.stride()[:3], D=width, W=side, T=TOKEN_TILE, num_warps=8
+        queries, partial, tokens, heads, share, *queries.stride()[:3], D=width, W=side, T=TOKEN_TILE, **MOMENT_LAUNCH
     )
     block = 1024
     _mean_kernel[(triton.cdiv(moment.numel(), block),)](
@@ -112,13 +117,31 @@ def _trace(matrix, W: tl.constexpr):
 
 
 @triton.jit
+def _times(moment, scale, q, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr):
+    """scale M q for `q` `[W, R]`, a few columns of M at a time: whole, its parts overflow most GPUs' shared memory."""
+    row = tl.arange(0, W)
+    chunks: tl.constexpr = W // COLUMNS
+    product = tl.zeros((W, R), tl.float32)
+    for chunk in range(chunks):
+        column = chunk * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (row < D)[:, None] & (column < D)[None, :]
+        metric = tl.load(moment + row[:, None] * D + column[None, :], mask=mask, other=0.0) * scale
+        mine = (tl.arange(0, chunks) == chunk)[:, None, None]
+        part = tl.sum(tl.where(mine, tl.reshape(q, (chunks, COLUMNS, R)), 0.0), axis=0)
+        product = tl.dot(metric, part, product, input_precision=EXACT)
+    return product
+
+
+@triton.jit
 def _orthonormal(y, R: tl.constexpr):
-    """Modified Gram-Schmidt on the columns of `[W, R]`."""
+    """Modified Gram-Schmidt on the columns of `[W, R]`; one that the others span, but for rounding, becomes zero."""
     column = tl.arange(0, R)[None, :]
+    least = 1e-10 * tl.sum(y * y, axis=0)[None, :]
     for k in range(R):
         own = tl.sum(tl.where(column == k, y, 0.0), axis=1)
         square = tl.sum(own * own, axis=0)
-        own = own * tl.where(square > 0, 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0)), 0.0)
+        kept = square > tl.sum(tl.sum(tl.where(column == k, least, 0.0), axis=1), axis=0)
+        own = own * tl.where(kept, 1.0 / tl.sqrt(tl.where(kept, square, 1.0)), 0.0)
         along = tl.sum(own[:, None] * y, axis=0)
         y = tl.where(column == k, own[:, None], y - tl.where(column > k, own[:, None] * along[None, :], 0.0))
     return y
@@ -158,22 +181,21 @@ def _basis_kernel(
     moment, basis, D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, R: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Subspace iteration on R >= 2 RANK columns of the moment, then its best directions by Rayleigh and Ritz."""
+    """Subspace iteration with R >= 2 RANK vectors, then their best combinations by Rayleigh and Ritz."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, W)
     column = tl.arange(0, R)
-    metric = _load_metric(moment, n, D, W)
-    mean = _trace(metric, W) / D
+    moment += n * D * D
+    mean = tl.sum(tl.load(moment + row * (D + 1), mask=row < D, other=0.0), axis=0) / D
     scale = tl.where(mean > 0, 1.0 / tl.where(mean > 0, mean, 1.0), 0.0)
-    metric *= scale
-    start = moment + n * D * D + row[:, None] * D + ((column * D) // R)[None, :]
-    q = tl.load(start, mask=(row < D)[:, None], other=0.0) * scale
-    # Twice where columns may be almost parallel: once leaves them only nearly orthogonal.
-    q = _orthonormal(_orthonormal(q, R), R)
+    # Any dense start will do: columns of a moment that is nearly diagonal would never leave their channels.
+    start = tl.cos((row[:, None] * (column[None, :] + 1)).to(tl.float32) * GOLDEN_ANGLE)
+    q = _orthonormal(tl.where((row < D)[:, None], start, 0.0), R)
     for _ in range(STEPS):
-        q = _orthonormal(tl.dot(metric, q, input_precision=EXACT), R)
+        q = _orthonormal(_times(moment, scale, q, D, W, R), R)
+    # Again: once leaves columns that were almost parallel only nearly orthogonal.
     q = _orthonormal(q, R)
-    small = tl.dot(tl.trans(q), tl.dot(metric, q, input_precision=EXACT), input_precision=EXACT)
+    small = tl.dot(tl.trans(q), _times(moment, scale, q, D, W, R), input_precision=EXACT)
     values, vectors = _jacobi(small, R)
     rivals = tl.sum(tl.where(column[:, None] == column[None, :], values[:, None], 0.0), axis=0)[None, :]
     mine = values[:, None]
@@ -187,14 +209,15 @@ def _basis_kernel(
 
 
 def leading_eigenvectors(moment: torch.Tensor, rank: int) -> torch.Tensor:
-    """bf16 `[N, D, rank]` for the largest eigenvalues of float `[N, D, D]`, largest last; D <= 128, rank <= 32."""
+    """bf16 `[N, D, rank]` for the largest eigenvalues of float `[N, D, D]`, largest last; D <= 128, rank <= 16."""
     n, width, _ = moment.shape
     basis = moment.new_empty(n, width, rank, dtype=torch.bfloat16)
     padded = max(16, triton.next_power_of_2(rank))
     side = max(32, triton.next_power_of_2(width))
     _basis_kernel[(n,)](
-        moment.contiguous(), basis, D=width, W=side, RANK=rank, RP=padded, R=min(2 * padded, side), STEPS=POWER_STEPS
-    )
+        moment.contiguous(), basis,
+        D=width, W=side, RANK=rank, RP=padded, R=min(2 * padded, side), STEPS=POWER_STEPS, **BASIS_LAUNCH,
+    )  # fmt: skip
     return basis
 
 
@@ -269,6 +292,6 @@ def feedback_weights(metric: torch.Tensor, basis: torch.Tensor | None = None) ->
     _feedback_kernel[(n,)](
         metric, metric if basis is None else basis.contiguous(), weights, DAMPING,
         D=width, W=max(16, triton.next_power_of_2(width)), RANK=rank, RP=max(16, triton.next_power_of_2(rank)),
-        num_warps=8,
+        **FEEDBACK_LAUNCH,
     )  # fmt: skip
     return weights

@@ -160,7 +160,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 def settings_facts(settings: CacheSettings) -> dict[str, Any]:
     """What the settings fix for a whole run, for constraints."""
-    names = ("method", "key_bits", "value_bits", "group_size", "rank")
+    names = ("method", "key_bits", "value_bits", "group_size", "rank", "candidates")
     return {name: getattr(settings, name) for name in names}
 
 

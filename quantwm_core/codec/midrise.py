@@ -57,9 +57,10 @@ def decode_log_scales(codes: torch.Tensor, top: torch.Tensor, bits: int, per_oct
 
 def midrise_quantize(residual: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 of `residual` on the grid `step * (code - (2**bits - 1) / 2)`; `step` broadcasts per channel."""
-    levels = 1 << bits
-    scaled = torch.where(step > 0, residual / step, 0.0)
-    return (scaled + levels / 2).floor().clamp(0, levels - 1).to(torch.uint8)
+    middle = ((1 << bits) - 1) / 2
+    # Reciprocals, because kernels divide once a group; clamped, because that of the smallest steps is infinite.
+    inverse = torch.where(step > 0, 1 / step, 0.0).clamp_max(torch.finfo(torch.float32).max)
+    return (residual * inverse + middle).clamp(0, 2 * middle).round().to(torch.uint8)
 
 
 def midrise_dequantize(codes: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:

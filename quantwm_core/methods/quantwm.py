@@ -47,6 +47,14 @@ def automatic_rank(head_dim: int) -> int:
     return 2 * -(-head_dim // 16)
 
 
+@dataclass
+class KeySteering:
+    """What the queries say about keys: directions to correct bf16 `[N, D, rank]`, error feedback bf16 `[N, D, D]`."""
+
+    basis: torch.Tensor | None
+    feedback: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class QuantWM:
     """Our default method. `feedback` and `correction` switch parts off for ablations."""
@@ -62,16 +70,11 @@ class QuantWM:
         batch, tokens, heads, head_dim = k.shape
         s = self.settings
         moment = None if stats.own is None else stats.own.flatten(0, 1)
-        rank = 0
-        if s.key_bits == 16:
-            tensors = {"k_raw": raw_copy(k)}
-        else:
-            rank = self._rank(head_dim) if moment is not None and self.correction else 0
-            tensors = self._encode_keys(k, moment, rank, state)
-        if s.value_bits == 16:
-            tensors |= {"v_raw": raw_copy(v)}
-        else:
-            tensors |= self._encode_values(v, state)
+        rank = self._rank(head_dim) if moment is not None and self.correction and s.key_bits != 16 else 0
+        # What the queries ask for is worked out first: kernels do it while values are encoded.
+        steering = self._steer(moment, rank, tokens, state) if s.key_bits != 16 else None
+        tensors = {"v_raw": raw_copy(v)} if s.value_bits == 16 else self._encode_values(v, state)
+        tensors |= {"k_raw": raw_copy(k)} if steering is None else self._encode_keys(k, moment, steering)
         state.tokens += tokens
         tensors = {n: t if n.endswith("_raw") else t.unflatten(0, (batch, heads)) for n, t in tensors.items()}
         return PackedSpan(
@@ -95,20 +98,22 @@ class QuantWM:
     def centroid_count(self, tokens: int, tokens_per_centroid: int) -> int:
         return min(tokens, self.settings.centroids or max(1, min(MAX_CENTROIDS, tokens // tokens_per_centroid)))
 
+    def _steer(self, moment: torch.Tensor | None, rank: int, tokens: int, state: LayerState) -> KeySteering:
+        basis = key_basis(moment, rank, tokens, state, key_directions)
+        return KeySteering(basis, key_feedback(moment, basis) if moment is not None and self.feedback else None)
+
     def _encode_keys(
-        self, k: torch.Tensor, moment: torch.Tensor | None, rank: int, state: LayerState
+        self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering
     ) -> dict[str, torch.Tensor]:
         x = by_heads(k)
-        tokens = x.shape[1]
-        book = learn_codebook(x, self.centroid_count(tokens, KEY_TOKENS_PER_CENTROID))
+        book = learn_codebook(x, self.centroid_count(x.shape[1], KEY_TOKENS_PER_CENTROID))
         centroids = book.decode()
         weights = channel_weights(moment, x)
         ids = assign_query_sensitive(x, centroids, weights, self.settings.group_size, self.settings.candidates)
-        basis = key_basis(moment, rank, tokens, state, key_directions)
-        steering = key_feedback(moment, basis) if moment is not None and self.feedback else None
         residual = x - gather_centroids(centroids, ids)
-        tensors, decoded = self._encode_residual("k", residual, ids, self.settings.key_bits, steering)
+        tensors, decoded = self._encode_residual("k", residual, ids, self.settings.key_bits, steering.feedback)
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
+        basis = steering.basis
         if basis is not None:
             error = (residual - decoded).bfloat16().float()
             coefficients, scales, factor = encode_coefficients_int4(error @ basis.float())

@@ -1,0 +1,275 @@
+"""The encoder's kernels, stage by stage and as a whole, against the eager twins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.bare_pack import bare_module
+from support.kernels import INTERPRETED
+
+STAGES = ("encode", "encode_codebook", "encode_match", "encode_residual", "statistics")
+CODEC = ("codebook", "feedback", "groups", "kmeans", "midrise", "psac", "qsac")
+
+
+@pytest.fixture(scope="module")
+def kernels(device):
+    return SimpleNamespace(**{name: bare_module(f"kernels.{name}") for name in STAGES})
+
+
+@pytest.fixture(scope="module")
+def core():
+    codec = {name: bare_module(f"quantwm_core.codec.{name}") for name in CODEC}
+    names = ("backends", "settings", "span", "query_stats", "methods")
+    return SimpleNamespace(**codec, **{name: bare_module(f"quantwm_core.{name}") for name in names})
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that nothing wrote holds junk: NaN, or large odd numbers."""
+    new_empty = torch.Tensor.new_empty
+
+    def poison(self, *args, **kwargs):
+        tensor = new_empty(self, *args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 85)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
+
+
+def tokens_of(device, batch=1, tokens=70, heads=2, width=64, dtype=torch.bfloat16, seed=0):
+    """Clustered tokens `[B, S, H, D]` with an offset."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(9, heads, width, generator=generator)
+    pick = torch.randint(9, (batch, tokens), generator=generator)
+    x = centres[pick] + 0.5 * torch.randn(batch, tokens, heads, width, generator=generator)
+    return (x + 3 * torch.randn(heads, width, generator=generator)).to(device, dtype)
+
+
+def prepared(kernels, core, x, count, bits=2, group=64, candidates=4):
+    """Codebook, match, feedback and basis for `x`, from the kernels."""
+    moment = core.query_stats.second_moment(tokens_of(x.device, x.shape[0], 90, *x.shape[2:], seed=1)).flatten(0, 1)
+    book, operands = kernels.encode_codebook.round_codebook(kernels.encode_codebook.learn_centroids(x, count), moment)
+    matched = kernels.encode_match.match(x, book, operands, bits, group, candidates)
+    basis = core.psac.leading_eigenvectors(moment, 6).bfloat16()
+    return SimpleNamespace(
+        moment=moment, book=book, match=matched, basis=basis, feedback=core.feedback.feedback_matrix(moment)
+    )
+
+
+def eager_codes(core, residual, feedback, wanted, bits, group):
+    """The eager twin of `encode_residual`, given steps; also where on the grid each value fell before rounding."""
+    scale_bits, per_octave = core.midrise.scale_format(bits)
+    scales, top = core.midrise.encode_log_scales(wanted, scale_bits, per_octave)
+    stored = core.midrise.decode_log_scales(scales, top, scale_bits, per_octave)
+    step = core.midrise.channel_steps(stored, group, residual.shape[-1])
+    places = torch.empty_like(residual)
+
+    def rounding(target, part):
+        places[..., part] = target / step[..., part] + ((1 << bits) - 1) / 2
+        codes = core.midrise.midrise_quantize(target, step[..., part], bits)
+        return codes, core.midrise.midrise_dequantize(codes, step[..., part], bits)
+
+    codes, decoded = core.feedback.quantize_with_feedback(residual, feedback, rounding)
+    return SimpleNamespace(scales=scales, top=top, codes=codes, decoded=decoded, places=places)
+
+
+WIDTHS = [(48, 64, 2), (64, 16, 2), (80, 32, 4), (128, 64, 2), (128, 128, 8), (256, 64, 2), (16, 128, 2)]
+
+
+@pytest.mark.parametrize(("width", "group", "bits"), WIDTHS)
+@pytest.mark.parametrize("steered", [True, False], ids=["feedback", "plain"])
+def test_codes_and_scales_are_those_of_the_eager_twin(kernels, core, device, width, group, bits, steered):
+    x = tokens_of(device, batch=2, tokens=75, heads=1, width=width)
+    given = prepared(kernels, core, x, 5, bits, group)
+    feedback = given.feedback if steered else None
+    tensors, raw, _ = kernels.encode_residual.encode_residual(
+        "k", x, given.book, given.match, bits, group, feedback, given.basis
+    )
+    residual = core.span.by_heads(x) - core.codebook.gather_centroids(given.book.decode(), given.match.ids)
+    expected = eager_codes(core, residual, feedback, given.match.wanted, bits, group)
+    unpack = bare_module("quantwm_core.codec.bits").unpack_bits
+    assert torch.equal(tensors["k_scales_top"], expected.top)
+    scales = unpack(tensors["k_scales"], core.midrise.scale_format(bits)[0], core.groups.group_count(width, group))
+    assert torch.equal(scales, expected.scales)
+    codes = unpack(tensors["k_codes"], bits, width)
+    differ = (codes != expected.codes).any(-1)
+    # Products are summed in another order: a value may fall to the other side when it lies on the boundary. What
+    # follows it in its token then differs too.
+    assert differ.float().mean() < 0.02
+    for token_codes, token_expected, places in zip(
+        codes[differ], expected.codes[differ], expected.places[differ], strict=True
+    ):
+        first = (token_codes != token_expected).nonzero()[0]
+        assert ((places[first] % 1) - 0.5).abs() < 1e-4
+    error = (residual - expected.decoded).bfloat16().float() @ given.basis.float()
+    torch.testing.assert_close(raw[~differ], error[~differ], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 6, 16])
+def test_coefficients_are_those_of_the_eager_twin(kernels, core, device, rank):
+    raw = torch.randn(3, 70, rank, generator=torch.Generator().manual_seed(0)).to(device)
+    raw[0, 5] = 0
+    peaks = torch.nn.functional.pad(raw.abs().amax(-1), (0, 2)).unflatten(-1, (2, 36)).amax(-1)
+    found = kernels.encode_residual.encode_coefficients(raw, peaks.contiguous())
+    packed, scales, factor = core.psac.encode_coefficients_int4(raw)
+    assert torch.equal(found["k_psac_c"], packed)
+    assert torch.equal(found["k_psac_c_scales"], scales)
+    assert torch.equal(found["k_psac_c_factor"], factor)
+
+
+@pytest.mark.parametrize("shape", [(1, 70, 2, 64), (2, 13, 1, 48), (1, 200, 1, 128)], ids=str)
+def test_rounded_centroids_are_those_of_the_eager_twin(kernels, core, device, shape):
+    centroids = core.span.by_heads(tokens_of(device, *shape)).contiguous()
+    centroids[..., 3] = 0.25
+    expected = core.codebook.Codebook.encode(centroids)
+    book, _ = kernels.encode_codebook.round_codebook(centroids, None)
+    assert torch.equal(book.codes, expected.codes) and torch.equal(book.grid, expected.grid)
+
+
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_centroids_serve_as_well_as_the_eager_twins(kernels, core, device, count):
+    x = tokens_of(device, tokens=150)
+    rows = core.span.by_heads(x)
+
+    def distance(centroids):
+        nearest = core.kmeans.nearest_centroid(rows, centroids)
+        return (rows - core.codebook.gather_centroids(centroids, nearest)).square().mean().item()
+
+    found = kernels.encode_codebook.learn_centroids(x, count)
+    assert torch.equal(found, kernels.encode_codebook.learn_centroids(x, count))
+    sample = core.kmeans.scattered_tokens(150, 32 * count, x.device)
+    expected = core.kmeans.kmeans(rows[:, sample], count, 4, torch.arange(count, device=x.device))
+    # From bf16 distances k-means may end in a neighbouring optimum.
+    assert distance(found) <= 1.1 * distance(expected) + 1e-6
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_constant_tokens_give_constant_centroids(kernels, device, value):
+    x = torch.full((1, 40, 2, 32), value, dtype=torch.bfloat16, device=device)
+    assert (kernels.encode_codebook.learn_centroids(x, 4) == value).all()
+
+
+@pytest.mark.parametrize(("width", "group", "bits"), WIDTHS)
+def test_steps_and_nearest_centroids(kernels, core, device, width, group, bits):
+    x = tokens_of(device, tokens=75, heads=1, width=width)
+    book, operands = kernels.encode_codebook.round_codebook(kernels.encode_codebook.learn_centroids(x, 7), None)
+    found = kernels.encode_match.match(x, book, operands, bits, group)
+    rows, centroids = core.span.by_heads(x), book.decode()
+    distances = torch.cdist(rows, centroids)
+    own = distances.gather(-1, found.ids.long().unsqueeze(-1)).squeeze(-1)
+    assert (own <= distances.amin(-1) * 1.01).all()
+    residual = rows - core.codebook.gather_centroids(centroids, found.ids)
+    wanted = core.midrise.midrise_step(residual, bits, group)
+    torch.testing.assert_close(found.wanted, wanted, rtol=1e-5, atol=0)
+    assert torch.equal(found.peaks.amax(-1), found.wanted.amax((1, 2)))
+
+
+@pytest.mark.parametrize(("count", "candidates"), [(20, 4), (3, 4), (130, 2)])
+def test_query_sensitive_choice(kernels, core, device, count, candidates):
+    x = tokens_of(device, tokens=140, width=64)
+    given = prepared(kernels, core, x, count, group=32, candidates=candidates)
+    weights = core.qsac.channel_weights(given.moment, given.moment)
+    rows, centroids = core.span.by_heads(x), given.book.decode()
+    expected = core.qsac.assign_query_sensitive(rows, centroids, weights, 32, candidates)
+    # Distances are computed from bf16 operands, so candidates that are all but equally near may be others.
+    assert (given.match.ids != expected).float().mean() < 0.05
+
+
+def encoded(kernels, core, device, k, v, method=None, stats=None, state=None, **settings):
+    method = method or core.methods.QuantWM(core.settings.CacheSettings(**settings))
+    heads, width = k.shape[2:]
+    metric = torch.eye(width, device=device).expand(heads, width, width)
+    state = state or core.methods.LayerState(lambda: metric)
+    return kernels.encode.encode_span(method, k, v, stats or core.query_stats.QueryStats(), state), method, state
+
+
+def errors(method, span, k, v):
+    decoded = method.decode(span)
+    return [(d.float() - x.float()).square().mean().item() for d, x in zip(decoded, (k, v), strict=True)]
+
+
+CASES = [
+    {}, {"group_size": 16}, {"key_bits": 4, "value_bits": 8}, {"key_bits": 16}, {"value_bits": 16},
+    {"centroids": 3}, {"candidates": 1, "rank": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_a_span_decodes_as_well_as_the_eager_twins(kernels, core, device, settings):
+    k, v, q = (tokens_of(device, batch=2, tokens=66, heads=1, seed=seed) for seed in range(3))
+    stats = core.query_stats.QueryStats(core.query_stats.second_moment(q))
+    span, method, state = encoded(kernels, core, device, k, v, stats=stats, **settings)
+    expected = method.encode(k, v, stats, core.methods.LayerState(state.value_metric))
+    assert {n: (t.shape, t.dtype) for n, t in span.tensors.items()} == {
+        n: (t.shape, t.dtype) for n, t in expected.tensors.items()
+    }
+    assert (span.tokens, span.rank, span.batch) == (66, expected.rank, 2)
+    for found, wanted in zip(errors(method, span, k, v), errors(method, expected, k, v), strict=True):
+        assert found <= 1.1 * wanted + 1e-12
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_short_spans(kernels, core, device, tokens):
+    k, v = tokens_of(device, tokens=tokens), tokens_of(device, tokens=tokens, seed=1)
+    span, method, _ = encoded(kernels, core, device, k, v)
+    assert all(error < 0.5 for error in errors(method, span, k, v))
+
+
+def test_constants_survive(kernels, core, device):
+    k = torch.full((1, 40, 2, 64), 3.0, dtype=torch.bfloat16, device=device)
+    span, method, _ = encoded(kernels, core, device, k, torch.zeros_like(k))
+    decoded = method.decode(span)
+    assert torch.equal(decoded[0], k) and not decoded[1].any()
+
+
+def test_a_later_span_reuses_what_was_learned(kernels, core, device):
+    k, v = tokens_of(device), tokens_of(device, seed=1)
+    stats = core.query_stats.QueryStats(core.query_stats.second_moment(k))
+    first, _, state = encoded(kernels, core, device, k, v, stats=stats)
+    state.learned_at = dict.fromkeys(state.learned_at, 1000)
+    later, _, _ = encoded(kernels, core, device, k, v, stats=stats, state=state)
+    for name, tensor in later.tensors.items():
+        assert torch.equal(tensor, first.tensors[name])
+    assert later.tensors["k_psac_u"].data_ptr() == first.tensors["k_psac_u"].data_ptr()
+    assert state.tokens == 140
+
+
+def test_parts_can_be_switched_off(kernels, core, device):
+    k = tokens_of(device)
+    method = core.methods.QuantWM(core.settings.CacheSettings(), feedback=False, correction=False)
+    stats = core.query_stats.QueryStats(core.query_stats.second_moment(k))
+    span, _, state = encoded(kernels, core, device, k, k, method=method, stats=stats)
+    assert span.rank == 0 and "k_psac_u" not in span.tensors and "v_feedback" not in state.shared
+
+
+def test_strided_inputs(kernels, core, device):
+    k = tokens_of(device, tokens=90, heads=4)
+    view = k[:, 20:, 1::2]
+    found, method, _ = encoded(kernels, core, device, view, view)
+    dense, _, _ = encoded(kernels, core, device, view.contiguous(), view.contiguous())
+    assert all(torch.equal(tensor, dense.tensors[name]) for name, tensor in found.tensors.items())
+
+
+def test_the_registry_knows_the_limits(kernels, core):
+    facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "method": "quantwm", "head_dim": 128}
+    assert core.backends.choose("encode_span", "auto", facts).implementation.backend == "triton"
+    refused = core.backends.choose("encode_span", "auto", facts | {"head_dim": 100, "candidates": 9})
+    assert refused.implementation.backend == "torch"
+    assert "head_dim is 100, not a multiple of 16 up to 256" in refused.reasons[0]
+    assert "candidates is 9, above 8" in refused.reasons[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="real sizes")
+@pytest.mark.parametrize("shape", [(1, 4680, 12, 128), (1, 6240, 40, 128)], ids=str)
+def test_real_sizes(kernels, core, device, shape):
+    k, v, q = (tokens_of(device, *shape, seed=seed) for seed in range(3))
+    stats = core.query_stats.QueryStats(core.query_stats.second_moment(q))
+    span, method, state = encoded(kernels, core, device, k, v, stats=stats)
+    again, _, _ = encoded(kernels, core, device, k, v, stats=stats)
+    assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in span.tensors.items())
+    expected = method.encode(k, v, stats, core.methods.LayerState(state.value_metric))
+    for found, wanted in zip(errors(method, span, k, v), errors(method, expected, k, v), strict=True):
+        assert found <= 1.03 * wanted

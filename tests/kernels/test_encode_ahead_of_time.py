@@ -1,0 +1,59 @@
+"""The encoder's kernels compile for the GPUs people have, as their wrappers launch them, on a machine that has none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.host import ROOT
+
+CAPABILITIES = [80, 86, 89, 90, 120]
+# Triton is imported once a process, interpreted or not; this needs the compiler.
+COMPILE = """
+import sys
+import torch
+from benchmarks.bare_pack import bare_module
+from support.compiling import distinct, recorded
+
+encode, statistics = bare_module("kernels.encode"), bare_module("kernels.statistics")
+methods, settings = bare_module("quantwm_core.methods"), bare_module("quantwm_core.settings")
+stats = bare_module("quantwm_core.query_stats")
+k = torch.empty(1, 4680, 12, 128, dtype=torch.bfloat16)
+with recorded() as launches:
+    statistics.second_moment(k)
+    state = methods.LayerState(lambda: torch.zeros(12, 128, 128))
+    method = methods.QuantWM(settings.CacheSettings())
+    encode.encode_span(method, k, k, stats.QueryStats(torch.zeros(1, 12, 128, 128)), state)
+for launch in distinct(launches):
+    compiled = launch.compile(int(sys.argv[1]))
+    shared = compiled.metadata.shared
+    print(launch.kernel.__name__, len(compiled.asm["cubin"]), shared, flush=True)
+    assert shared <= 99 * 1024, "more shared memory than an sm_86, sm_89 or sm_120 block may have"
+"""
+
+
+@pytest.fixture(scope="module")
+def builds():
+    """A process for each capability, all at once: compiling takes half a minute each."""
+    pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA compiler")
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    env = {"PYTHONPATH": path, "PATH": "", "TRITON_INTERPRET": "0", "HOME": str(ROOT / "out"), "OMP_NUM_THREADS": "1"}
+
+    def start(capability: int) -> subprocess.Popen:
+        command = [sys.executable, "-c", COMPILE, str(capability)]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    running = {capability: start(capability) for capability in CAPABILITIES}
+    yield running
+    for process in running.values():
+        process.kill()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_encode_kernels_compile(builds, capability):
+    output, _ = builds[capability].communicate(timeout=600)
+    assert builds[capability].returncode == 0, output[-2000:]
+    built = {line.split()[0] for line in output.splitlines()}
+    assert {"_match_kernel", "_residual_kernel", "_basis_kernel"} <= built
