@@ -3,7 +3,7 @@
 Ways:
 - host: decode the layer into a workspace, then the attention function that the host chose;
 - cudnn, flash, efficient: the same workspace, then that backend of the installed torch;
-- packed: no workspace at all, see `attention`;
+- packed: no workspace at all, see `attention`; only where PACKED_SWITCH is set;
 - pieces: decode a bounded part at a time, merge the parts' results by their log-sum-exp. Tried only where a whole
   layer does not fit.
 They are timed once per shape, where length counts by powers of two; a way must win clearly to replace an earlier one,
@@ -12,6 +12,7 @@ so that the choice, and with it the last bits of the result, stays the same from
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,6 +30,8 @@ SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+# Compilers have got this kernel's products wrong on Hopper, once with an illegal access, which no fallback survives.
+PACKED_SWITCH = "QUANTWM_PACKED_ATTENTION"
 CLEARLY_FASTER = 0.9
 # Relative error beyond which a way is wrong: rounding in bf16 gives less than 0.01.
 DISAGREEMENT = 0.05
@@ -96,7 +99,9 @@ def _split(pieces: Sequence[RawBlock | PackedSpan], queries: torch.Tensor) -> tu
 
 
 def packed_refusal(pieces: Sequence[RawBlock | PackedSpan]) -> str | None:
-    """Why the packed kernel cannot read these pieces, or None."""
+    """Why the packed kernel does not read these pieces, or None."""
+    if os.environ.get(PACKED_SWITCH) != "1":
+        return f"the packed kernel is off ({PACKED_SWITCH}=1 turns it on; its last change has not run on a GPU yet)"
     spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
     if not spans:
         return "nothing is packed yet"
