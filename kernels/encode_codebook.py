@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from ..quantwm_core.codec.codebook import Codebook
-from ..quantwm_core.codec.kmeans import scatter_step
-from ..quantwm_core.methods.quantwm import LEARNING_ITERATIONS, SAMPLE_PER_CENTROID
+from ..quantwm_core.codec.kmeans import ITERATIONS, scatter_step
+from ..quantwm_core.methods.quantwm import SAMPLE_PER_CENTROID
 from .encode_tiles import (
     LARGEST,
     SLICE,
@@ -32,7 +32,7 @@ TILE = 64
 CENTROID_TILE = 64
 LAUNCH = {"num_warps": 4, "num_stages": 2}
 SLICE_LAUNCH = {"num_warps": 4}
-# Tokens of the sample that show the range of each channel.
+# Tokens that show the range of each channel, beside those that k-means begins with.
 RANGE_TOKENS = 128
 # Values are clipped at this many times that range, in the sums alone.
 HEADROOM = tl.constexpr(8.0)
@@ -77,20 +77,21 @@ def _place(channel, D: tl.constexpr):
 def _start_kernel(
     x, centroids, ref, unit, points, bias, sums, sizes,
     tokens, heads, count, sample, step, stride_b, stride_s, stride_h,
-    D: tl.constexpr, KP: tl.constexpr,
+    D: tl.constexpr, KP: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """Begin with the first tokens of the sample, KP of which show the range; one program a head and slice."""
+    """Begin with evenly spaced tokens; RANGE others show each channel's range. One program a head and slice."""
     n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     index = tl.arange(0, KP)
     column = part * SLICE + tl.arange(0, SLICE)
     valid = (index < count)[:, None]
-    seen = (index < sample)[:, None]
-    token = (index.to(tl.int64) * step) % tokens
-    source = head_pointer(x, n, heads, stride_b, stride_h) + token[:, None] * stride_s + column[None, :]
-    start = tl.load(source, mask=seen, other=0.0).to(tl.float32)
-    high = tl.max(tl.where(seen, start, float("-inf")), axis=0)
-    low = tl.min(tl.where(seen, start, float("inf")), axis=0)
+    source = head_pointer(x, n, heads, stride_b, stride_h) + column[None, :]
+    token = index.to(tl.int64) * tokens // count
+    start = tl.load(source + token[:, None] * stride_s, mask=valid, other=0.0).to(tl.float32)
+    token = tl.arange(0, RANGE).to(tl.int64) * tokens // RANGE
+    others = tl.load(source + token[:, None] * stride_s).to(tl.float32)
+    high = tl.maximum(tl.max(tl.where(valid, start, float("-inf")), axis=0), tl.max(others, axis=0))
+    low = tl.minimum(tl.min(tl.where(valid, start, float("inf")), axis=0), tl.min(others, axis=0))
     middle = low + 0.5 * (high - low)
     spread = 0.5 * (high - low)
     # A channel that stands still at the start may move later: it gets a share of its neighbours' range.
@@ -221,9 +222,10 @@ def learn_centroids(x: torch.Tensor, count: int) -> torch.Tensor:
     bias = new(n, width // SLICE.value, count, dtype=torch.float32)
     padded = _padded(count)
     slices = (n, width // SLICE.value)
-    ranged = max(padded, RANGE_TOKENS)
-    _start_kernel[slices](x, centroids, ref, unit, points, bias, sums, sizes[0], *shape, D=width, KP=ranged)
-    for turn in range(LEARNING_ITERATIONS):
+    _start_kernel[slices](
+        x, centroids, ref, unit, points, bias, sums, sizes[0], *shape, D=width, KP=padded, RANGE=RANGE_TOKENS
+    )
+    for turn in range(ITERATIONS):
         mine, other = sizes[turn % 2], sizes[(turn + 1) % 2]
         _assign_kernel[(n, triton.cdiv(sample, TILE))](
             x, ref, unit, points, bias, sums, mine, *shape,

@@ -21,7 +21,7 @@ def scatter_step(tokens: int) -> int:
     """A step, prime to `tokens` and near the golden section of it, that visits all tokens and never a pattern of them.
 
     Tokens lie in image order. A sample at even distances keeps meeting the same columns of the image, which doubled
-    the logit error of keys on the tiny world; one in this order costs nothing.
+    the logit error of keys on the tiny world; one in this order costs little.
     """
     step = max(1, round(tokens * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, tokens) != 1:
@@ -43,18 +43,22 @@ def nearest_centroid(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     return torch.cat(pieces, dim=1)
 
 
+def evenly_spaced(tokens: int, count: int, device: torch.device) -> torch.Tensor:
+    """Positions int64 `[count]` of the tokens that k-means begins with."""
+    return torch.arange(count, device=device) * tokens // count
+
+
 def kmeans(
     x: torch.Tensor, count: int, iterations: int = ITERATIONS, start: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Centroids float `[N, K, D]` of `x` `[N, S, D]`, with K = min(count, S); an empty cluster keeps its centroid.
 
-    start: positions `[K]` of the tokens to begin with; evenly spaced ones by default.
+    start: centroids `[N, K, D]` to begin with; evenly spaced tokens by default.
     """
     tokens = x.shape[1]
-    count = min(count, tokens)
     if start is None:
-        start = torch.arange(count, device=x.device) * tokens // count
-    centroids = x[:, start].clone()
+        start = x[:, evenly_spaced(tokens, min(count, tokens), x.device)]
+    centroids = start.clone()
     for _ in range(iterations):
         centroids = _update(x, centroids)
     return centroids

@@ -18,7 +18,7 @@ import torch
 from ..codec.bits import pack_bits, unpack_bits
 from ..codec.codebook import Codebook, gather_centroids
 from ..codec.feedback import feedback_matrix, quantize_with_feedback
-from ..codec.kmeans import kmeans, nearest_centroid, scattered_tokens
+from ..codec.kmeans import ITERATIONS, evenly_spaced, kmeans, nearest_centroid, scattered_tokens
 from ..codec.midrise import (
     channel_steps,
     decode_log_scales,
@@ -37,9 +37,8 @@ from .base import LayerState, raw_copy
 
 KEY_TOKENS_PER_CENTROID = 32
 VALUE_TOKENS_PER_CENTROID = 16
-# What a codebook is learned from and how long; from a scattered sample, more of either changes little.
+# Codebooks of long spans are learned from a sample. Half as many tokens cost decibels on the tiny world.
 SAMPLE_PER_CENTROID = 32
-LEARNING_ITERATIONS = 4
 
 
 def automatic_rank(head_dim: int) -> int:
@@ -167,9 +166,10 @@ class QuantWM:
 
 def learn_codebook(x: torch.Tensor, count: int) -> Codebook:
     """`count` centroids of `x` float `[N, S, D]`, from a sample of its tokens."""
-    sample = scattered_tokens(x.shape[1], SAMPLE_PER_CENTROID * count, x.device)
-    start = torch.arange(count, device=x.device)
-    return Codebook.encode(kmeans(x[:, sample], count, LEARNING_ITERATIONS, start))
+    tokens = x.shape[1]
+    start = x[:, evenly_spaced(tokens, count, x.device)]
+    sample = x[:, scattered_tokens(tokens, SAMPLE_PER_CENTROID * count, x.device)]
+    return Codebook.encode(kmeans(sample, count, ITERATIONS, start))
 
 
 def key_basis(
