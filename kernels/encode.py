@@ -6,10 +6,7 @@ and 4 bytes a direction of coefficients; per head: four tables of centroids. Not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 import torch
 
@@ -35,6 +32,13 @@ from .statistics import LARGEST_RANK, WIDEST, feedback_weights, leading_eigenvec
 
 # Each one more is another pass over a tile's distances.
 MOST_CANDIDATES = 8
+# Rounding and ties make the two encoders differ by a tenth of a percent on long spans, by a few on very short ones.
+TOLERANCE = 1.25
+_checked: set[tuple] = set()
+
+
+class WrongResult(RuntimeError):
+    """A kernel ran and gave something else than its eager twin."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,8 @@ class FusedQuantWM(QuantWM):
     """`QuantWM` with its two encoders on kernels; policy, layout and decoding are the method's own."""
 
     def _steer(self, moment: torch.Tensor | None, rank: int, tokens: int, state: LayerState) -> KeySteering:
-        with _beside(moment):
-            basis = key_basis(moment, rank, tokens, state, _directions)
-            return KeySteering(basis, _key_feedback(moment, basis) if moment is not None and self.feedback else None)
+        basis = key_basis(moment, rank, tokens, state, _directions)
+        return KeySteering(basis, _key_feedback(moment, basis) if moment is not None and self.feedback else None)
 
     def _encode_keys(
         self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering
@@ -65,7 +68,6 @@ class FusedQuantWM(QuantWM):
         count = self.centroid_count(k.shape[1], KEY_TOKENS_PER_CENTROID)
         book, operands = round_codebook(learn_centroids(k, count), moment)
         matched = match(k, book, operands, s.key_bits, s.group_size, s.candidates)
-        _wait_for_beside(k.device)
         basis = steering.basis
         tensors, raw, peaks = encode_residual("k", k, book, matched, s.key_bits, s.group_size, steering.feedback, basis)
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
@@ -95,31 +97,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _beside(moment: torch.Tensor | None) -> Iterator[None]:
-    """Within, kernels run beside those of the current stream: one program a head leaves most of the GPU idle.
-
-    What they allocate is theirs again when freed; that is safe because they always wait for the current stream first.
-    """
-    if moment is None or not moment.is_cuda:
-        yield
-        return
-    side = _side_stream(moment.device)
-    side.wait_stream(torch.cuda.current_stream(moment.device))
-    with torch.cuda.stream(side):
-        yield
-
-
-def _wait_for_beside(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
-
-
 def _directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     fits = moment.shape[-1] <= WIDEST and rank <= LARGEST_RANK
     return leading_eigenvectors(moment, rank) if fits else key_directions(moment, rank)
@@ -147,9 +124,36 @@ def _value_feedback(metric: torch.Tensor) -> torch.Tensor:
     failures=FAILURES,
 )
 def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan:
-    """Pack keys and values `[B, S, H, D]` as `method.encode` does."""
+    """Pack keys and values `[B, S, H, D]` as `method.encode` does; the first span of a kind is checked against it."""
     # By heads the moment must lie in rows; it does, unless the caller cut it from another tensor.
     if stats.own is not None:
         stats = QueryStats(stats.own.contiguous())
     fused = FusedQuantWM(**{f.name: getattr(method, f.name) for f in fields(QuantWM)})
+    kind = (k.device, k.dtype, k.shape[2:], method.settings)
+    if kind not in _checked:
+        _check(fused, method, k, v, stats, state)
+        _checked.add(kind)
     return fused.encode(k, v, stats, state)
+
+
+def _check(fused: QuantWM, method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState):
+    """Encode a span both ways on copies of the state and compare what is lost, as the queries see it.
+
+    Compilers have got products wrong before, and a wrong cache shows as a spoilt picture, not as an error.
+
+    Raises:
+        WrongResult: when the kernels lose clearly more than plain PyTorch does.
+    """
+    losses = []
+    for encoder in (fused, method):
+        span = encoder.encode(k, v, stats, state.fork())
+        losses.append(_losses(method.decode(span), k, v, stats))
+    if not all(lost <= TOLERANCE * expected + 1e-30 for lost, expected in zip(*losses)):
+        raise WrongResult(f"keys and values lose {losses[0]} where {losses[1]} is expected on this GPU and Triton")
+
+
+def _losses(decoded: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor, stats: QueryStats):
+    """Error of keys under the queries' second moment (plain without one) and of values."""
+    error = (decoded[0].float() - k.float()).transpose(1, 2)
+    seen = error if stats.own is None else error @ stats.own
+    return float((error * seen).sum()), float((decoded[1].float() - v.float()).square().sum())

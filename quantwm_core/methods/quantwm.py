@@ -70,7 +70,6 @@ class QuantWM:
         s = self.settings
         moment = None if stats.own is None else stats.own.flatten(0, 1)
         rank = self._rank(head_dim) if moment is not None and self.correction and s.key_bits != 16 else 0
-        # What the queries ask for is worked out first: kernels do it while values are encoded.
         steering = self._steer(moment, rank, tokens, state) if s.key_bits != 16 else None
         tensors = {"v_raw": raw_copy(v)} if s.value_bits == 16 else self._encode_values(v, state)
         tensors |= {"k_raw": raw_copy(k)} if steering is None else self._encode_keys(k, moment, steering)

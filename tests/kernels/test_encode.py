@@ -274,3 +274,25 @@ def test_real_sizes(kernels, core, device, shape):
     expected = method.encode(k, v, stats, core.methods.LayerState(state.value_metric))
     for found, wanted in zip(errors(method, span, k, v), errors(method, expected, k, v), strict=True):
         assert found <= 1.03 * wanted
+
+
+def test_a_wrong_encoder_is_noticed_and_replaced(kernels, core, device, monkeypatch, caplog):
+    """The first span of a kind is encoded both ways; one that loses more is given up, with one warning."""
+    k, v = tokens_of(device, tokens=40), tokens_of(device, tokens=40, seed=2)
+    method = core.methods.build_method(core.settings.CacheSettings())
+    stats = core.query_stats.QueryStats(core.query_stats.second_moment(tokens_of(device, seed=3)))
+    right = kernels.encode.FusedQuantWM.encode
+
+    def wrong(self, k, v, stats, state):
+        return right(self, k.flip(1), v, stats, state)
+
+    monkeypatch.setattr(kernels.encode, "_checked", set())
+    monkeypatch.setattr(core.backends, "_failed", {})
+    monkeypatch.setattr(kernels.encode.FusedQuantWM, "encode", wrong)
+    state = core.methods.LayerState()
+    with pytest.raises(kernels.encode.WrongResult, match="keys and values lose"):
+        kernels.encode.encode_span(method, k, v, stats, state)
+    assert not state.shared and not state.tokens
+    monkeypatch.setattr(kernels.encode.FusedQuantWM, "encode", right)
+    span = kernels.encode.encode_span(method, k, v, stats, state)
+    assert state.tokens == 40 and span.tokens == 40
