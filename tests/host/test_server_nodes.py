@@ -132,6 +132,7 @@ def test_wrong_number_of_frames_is_refused_before_anything_runs(server):
 def test_pack_works_without_triton(server_without_triton, server, prompt, sample):
     assert set(registered(server_without_triton)) == NODE_IDS
     assert "IMPORT FAILED" not in server_without_triton.log()
+    assert server_without_triton.log().count("PyTorch does the work of the GPU kernels") == 1
     assert torch.equal(sample(server_without_triton, prompt), sample(server, prompt))
     entry = next(iter(server_without_triton.json("/history").values()))
     record = record_in(entry["outputs"][node_of(prompt, "QuantWMCacheStats")]["text"][0])
