@@ -138,7 +138,7 @@ def _caption(record: dict[str, Any]) -> str:
     return (
         f"{record['method']}{bits};  "
         f"{record['layers']} layers x {record['heads']} heads x {record['head_dim']};  "
-        f"{record['tokens']:,} tokens in {record['blocks']} blocks"
+        f"{record['tokens']:,} tokens" + (f" in {record['blocks']} blocks" if record["blocks"] else "")
     )
 
 

@@ -158,8 +158,7 @@ class QuantWMKVCache(io.ComfyNode):
                     advanced=True,
                     tooltip=(
                         "Which code packs and reads. auto (default) takes the fastest that runs here. torch "
-                        "runs everywhere; triton needs an NVIDIA or AMD GPU. Change it only to look for a "
-                        "fault."
+                        "runs everywhere; triton needs an NVIDIA GPU. Change it only to look for a fault."
                     ),
                 ),
             ],
@@ -169,9 +168,11 @@ class QuantWMKVCache(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, group_size: int) -> bool | str:
+    def validate_inputs(cls, group_size: int | None = None) -> bool | str:
         # Only the input that a plain range cannot describe is named here: ComfyUI repeats a refusal for each
-        # named input, and stops checking the lists and ranges of those.
+        # named input, and stops checking the lists and ranges of those. None is a linked value, not known yet.
+        if group_size is None:
+            return True
         try:
             CacheSettings(group_size=group_size)
         except ValueError as error:

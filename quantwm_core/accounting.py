@@ -25,11 +25,12 @@ def build_record(cache: WorldCache) -> dict:
     """
     usage = cache.usage()
     geometry, settings, layers = cache.geometry, cache.settings, cache.layers
-    tokens = layers[0].committed
+    # An interrupt can leave the first layers a block ahead: a block counts once all layers have it.
+    tokens = layers[-1].committed
     packed = sum(usage[part] for part in PARTS)
     unpacked = usage["raw"] + usage["blocks"]
     resident = packed + unpacked + usage["state"]
-    bf16 = geometry.bytes_bf16(tokens)
+    bf16 = sum(geometry.bytes_bf16(layer.committed) for layer in layers) // geometry.layers
     elements = sum(layer.packed_elements() for layer in layers)
     backend, backend_reason = cache.backend.summary()
     return {
@@ -42,7 +43,7 @@ def build_record(cache: WorldCache) -> dict:
         "heads": geometry.heads,
         "head_dim": geometry.head_dim,
         "tokens": tokens,
-        "blocks": layers[0].blocks,
+        "blocks": layers[-1].blocks,
         "bytes_bf16": bf16,
         "bytes_packed": packed,
         "bytes_unpacked": unpacked,
@@ -90,10 +91,15 @@ OVERHEAD_BITS = 1.25
 
 
 def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int) -> int:
-    """Memory to plan for a run of `tokens` tokens: packed cache plus one decoded layer."""
+    """Memory to plan for a run of `tokens` tokens: packed cache plus one decoded layer.
+
+    How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
+    """
     bits = [b if b == 16 else b + OVERHEAD_BITS for b in (settings.key_bits, settings.value_bits)]
     bf16 = geometry.bytes_bf16(tokens)
     stored = 0 if settings.cache_device == "cpu" else bf16 * sum(bits) / 32
+    if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
+        stored = bf16
     return round(stored + bf16 / geometry.layers)
 
 
@@ -118,6 +124,13 @@ def against_bf16(ratio: float) -> str:
     return "as large as BF16" if ratio > 0.95 else f"{1 / ratio:.1f}x larger than BF16"
 
 
+def describe(record: dict) -> str:
+    """Method and bits of a record in words."""
+    if not record["bytes_packed"]:
+        return f"{record['method']} (the host's own cache)"
+    return f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit"
+
+
 def format_report(handle: CacheHandle) -> str:
     """A few lines for people, then the record as one line of JSON; says so when nothing was sampled yet."""
     record = handle.record
@@ -125,13 +138,14 @@ def format_report(handle: CacheHandle) -> str:
         return "Nothing sampled yet. Connect `after` to the sampler's output so that this node runs after it."
     resident = record["bytes_packed"] + record["bytes_unpacked"] + record["bytes_state"]
     parts = {n: b for n, b in record["bytes_by_part"].items() if b}
+    # The host's own cache knows no blocks.
+    blocks = f" in {record['blocks']} blocks" if record["blocks"] else ""
     lines = [
         f"{against_bf16(record['ratio_resident'])}: {format_bytes(resident)} instead of "
         f"{format_bytes(record['bytes_bf16'])}",
-        f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit, "
-        f"backend {record['backend']}",
-        f"{record['tokens']:,} tokens in {record['blocks']} blocks, {record['layers']} layers x "
-        f"{record['heads']} heads x {record['head_dim']}",
+        f"{describe(record)}, backend {record['backend']}",
+        f"{record['tokens']:,} tokens{blocks}, {record['layers']} layers x {record['heads']} heads x "
+        f"{record['head_dim']}",
     ]
     if parts:
         lines.append("parts: " + ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items()))

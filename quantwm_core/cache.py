@@ -52,7 +52,8 @@ class WorldCache:
         self.settings = settings
         self.geometry = geometry
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
-        self.backend = _dispatcher(settings, geometry, device)
+        check_backend(settings, geometry.head_dim, device)
+        self.backend = Dispatcher(settings.backend)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
         self.layers = [
@@ -97,11 +98,15 @@ class WorldCache:
             self._on_block(entry)
 
 
-def _dispatcher(settings: CacheSettings, geometry: CacheGeometry, device: torch.device | None) -> Dispatcher:
-    """The run's dispatcher; a backend that was asked for by name must at least be able to read the cache."""
-    facts = settings_facts(settings) | {"head_dim": geometry.head_dim, "heads": geometry.heads}
-    choose("decode_layer", settings.backend, facts | (device_facts(device) if device else {}), required=True)
-    return Dispatcher(settings.backend)
+def check_backend(settings: CacheSettings, head_dim: int, device: torch.device | None) -> None:
+    """A backend that was asked for by name must at least be able to read the cache.
+
+    Raises:
+        NoCapableBackend: with the reasons.
+    """
+    if settings.compresses:
+        facts = settings_facts(settings) | {"head_dim": head_dim} | (device_facts(device) if device else {})
+        choose("decode_layer", settings.backend, facts, required=True)
 
 
-__all__ = ["CacheGeometry", "LayerCache", "WorldCache"]
+__all__ = ["CacheGeometry", "LayerCache", "WorldCache", "check_backend"]

@@ -20,14 +20,27 @@ from .stopwatch import Stopwatch
 
 @dataclass
 class Entry:
-    """A stored piece and the number of committed blocks in it."""
+    """A stored piece and the lengths, in tokens, of the committed blocks in it."""
 
     stored: RawBlock | PackedSpan
-    blocks: int = 1
+    lengths: list[int]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.lengths)
+
+    def shorten(self, stored: RawBlock | PackedSpan) -> None:
+        """Keep the beginning that `stored` holds."""
+        self.stored = stored
+        while sum(self.lengths) > stored.tokens:
+            surplus = sum(self.lengths) - stored.tokens
+            last = self.lengths.pop()
+            if last > surplus:
+                self.lengths.append(last - surplus)
 
 
 class LayerCache:
-    """History of one layer. Positions are plain ints; nothing here synchronises with the device.
+    """History of one layer. Positions are plain ints, so that nothing here has to ask the device for them.
 
     `append` adds tokens at the end, `commit` makes them history and packs what the settings allow, `rewind` drops
     tokens from the end, `read` gives everything back as plain tensors, `attend` attends to history and live tokens.
@@ -94,7 +107,10 @@ class LayerCache:
 
     def commit(self) -> None:
         """Make appended blocks history, and pack every block that no setting keeps in full precision."""
-        self.entries.extend(Entry(block) for block in self.pending)
+        for block in self.pending:
+            if self.blocks < self.settings.keep_first_blocks:
+                block.moment = None  # it will never be packed
+            self.entries.append(Entry(block, [block.tokens]))
         self.pending.clear()
         self._pack_ready_blocks()
         for entry in self.entries:
@@ -109,6 +125,7 @@ class LayerCache:
         """
         if not 0 <= tokens <= self.end:
             raise ValueError(f"rewind takes 0 to {self.end} tokens (all that the cache holds); got {tokens}.")
+        self._observed.take()
         while tokens and self.pending:
             tokens = self._shorten(self.pending, tokens)
         stored = [entry.stored for entry in self.entries]
@@ -119,7 +136,7 @@ class LayerCache:
             tokens = self._shorten(stored, tokens)
         del self.entries[len(stored) :]
         if stored:
-            self.entries[-1].stored = stored[-1]
+            self.entries[-1].shorten(stored[-1])
         if not stored and before:
             self.state = LayerState(self.state.value_metric)
         self.state.tokens = min(self.state.tokens, self.committed)
@@ -205,7 +222,8 @@ class LayerCache:
         groups = [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
         packed = [(group, self._pack([self.entries[i].stored for i in group])) for group in groups]
         for group, span in reversed(packed):
-            self.entries[group[0] : group[-1] + 1] = [Entry(span, len(group))]
+            lengths = [length for i in group for length in self.entries[i].lengths]
+            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths)]
 
     def _pack(self, blocks: list[RawBlock]) -> PackedSpan:
         k, v = blocks[0].k, blocks[0].v

@@ -52,11 +52,16 @@ class LayerState:
 
 
 class Method(Protocol):
-    """A way to store keys and values; shapes `[B, S, H, D]`."""
+    """A way to store keys and values; shapes `[B, S, H, D]`.
+
+    uses_queries: wants the second moment of a span's queries; uses_earlier_queries: and that of all before it.
+    rehearses: wants noisy queries before frames that are given, and so never denoised, are packed.
+    """
 
     name: str
     uses_queries: bool
     uses_earlier_queries: bool
+    rehearses: bool
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan: ...
 

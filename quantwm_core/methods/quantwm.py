@@ -62,8 +62,15 @@ class QuantWM:
     feedback: bool = True
     correction: bool = True
     name: str = "quantwm"
-    uses_queries: bool = True
-    uses_earlier_queries: bool = False
+    uses_earlier_queries = False
+
+    @property
+    def uses_queries(self) -> bool:
+        return self.settings.key_bits != 16 and (self.feedback or self.correction or self.settings.candidates > 1)
+
+    @property
+    def rehearses(self) -> bool:
+        return self.uses_queries
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan:
         batch, tokens, heads, head_dim = k.shape

@@ -49,13 +49,15 @@ class QuantWMPaper:
     query_sensitive: bool = True
     correction: bool = True
 
+    rehearses = False
+
     @property
     def uses_queries(self) -> bool:
         return self.uses_earlier_queries
 
     @property
     def uses_earlier_queries(self) -> bool:
-        return self.query_sensitive or self.correction
+        return self.settings.key_bits != 16 and (self.query_sensitive or self.correction)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan:
         batch, tokens, heads, head_dim = k.shape

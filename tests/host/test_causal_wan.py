@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from host.small_world import TOKENS_PER_FRAME, load_model, run, watched, with_first_frames
+from host.small_world import SIGMAS, TOKENS_PER_FRAME, load_model, run, watched, with_first_frames
 
 # (frames, block, given frames)
 CASES = [(5, 3, 0), (1, 3, 0), (20, 3, 0), (31, 3, 0), (4, 3, 1), (3, 64, 0), (7, 3, 2), (5, 1, 0)]
@@ -310,3 +310,79 @@ def test_poison_behind_the_end_changes_nothing(host, t48):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(causal.run.PackedLayer, "forward", poking)
         assert torch.equal(run(packed), expected)
+
+
+def test_another_sampler_leaves_no_record_of_an_earlier_run(host, t48, caplog):
+    """The model works as without a cache, the record says nothing was stored, and the log names the sampler to use."""
+    import comfy.samplers
+
+    packed, handle = patched(host, t48)
+    run(packed)
+    assert handle.record is not None
+
+    def euler(model):
+        guider = comfy.samplers.CFGGuider(model)
+        guider.set_conds([[torch.ones(1, 8, 24), {}]], [[torch.ones(1, 8, 24), {}]])
+        guider.set_cfg(1.0)
+        noise = torch.randn(1, 16, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            sampler = comfy.samplers.ksampler("euler")
+            return guider.sample(noise, torch.zeros_like(noise), sampler, torch.tensor(SIGMAS), disable_pbar=True)
+
+    assert torch.equal(euler(packed), euler(t48))
+    assert handle.record is None and not handle.history
+    assert "Use Sampler AR Video" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [({}, True), ({"key_bits": 16}, False), ({"method": "quantwm-paper"}, False), ({"method": "rtn"}, False)],
+)
+def test_only_our_method_rehearses_and_only_for_packed_keys(host, t48, settings, wanted):
+    lengths = []
+    forward = host.world_models.causal_wan.run.PackedLayer.forward
+
+    def spy(self, module, x, freqs, options):
+        lengths.append(x.shape[1])
+        return forward(self, module, x, freqs, options)
+
+    packed, _ = patched(host, with_first_frames(t48, 1), **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host.world_models.causal_wan.run.PackedLayer, "forward", spy)
+        run(packed, 4, 3)
+    assert lengths[:2] == [TOKENS_PER_FRAME * (4 if wanted else 1)] * 2
+    assert set(lengths[2:]) == {3 * TOKENS_PER_FRAME}
+
+
+def test_a_run_cut_between_layers_is_not_billed_for_layers_that_stored_nothing(host, t48):
+    commit = host.quantwm_core.LayerCache.commit
+    calls = []
+
+    def failing(self):
+        calls.append(1)
+        if len(calls) == 4:  # the second layer, in the second block
+            raise KeyboardInterrupt
+        commit(self)
+
+    packed, handle = patched(host, t48)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host.quantwm_core.LayerCache, "commit", failing)
+        with pytest.raises(KeyboardInterrupt):
+            run(packed, 6, 3)
+    record = handle.record
+    assert record["tokens"] == 36 and record["blocks"] == 1
+    assert record["bytes_bf16"] == 3 * 36 * 2 * 48 * 4  # three layer-blocks of keys and values
+
+
+def test_patches_of_other_nodes_are_named_when_they_are_replaced(host, t48, caplog):
+    model = t48.clone()
+    model.add_object_patch("diffusion_model.blocks.1.self_attn.forward", lambda *a, **k: None)
+    patched(host, model)
+    assert "replaces another node's patches" in caplog.text and "blocks.1.self_attn" in caplog.text
+
+
+def test_an_impossible_backend_is_refused_at_the_node(host, t48):
+    if torch.cuda.is_available():
+        pytest.skip("Triton can be used here")
+    with pytest.raises(ValueError, match="triton"):
+        patched(host, t48, backend="triton")

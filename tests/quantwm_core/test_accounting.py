@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quantwm_core import CacheGeometry, CacheHandle, CacheSettings, format_report
-from quantwm_core.accounting import against_bf16, format_bytes, native_record
+from quantwm_core.accounting import against_bf16, estimate_bytes, format_bytes, native_record
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,13 @@ def test_report_ends_with_the_record_and_says_when_there_is_none():
     handle.record = native_record(settings, geometry, 100, 2 * geometry.bytes_bf16(100))
     lines = format_report(handle).splitlines()
     assert lines[0].startswith("2.0x larger than BF16") and json.loads(lines[-1]) == handle.record
+
+
+def test_memory_is_planned_for_what_settings_keep_in_full_precision():
+    geometry = CacheGeometry(30, 12, 128)
+    full = geometry.bytes_bf16(37_440)
+    layer = full / 30
+    assert estimate_bytes(CacheSettings(), geometry, 37_440) < 0.3 * full
+    assert estimate_bytes(CacheSettings(cache_device="cpu"), geometry, 37_440) == pytest.approx(layer)
+    for kept in ({"keep_recent_blocks": 64}, {"span_blocks": 8}, {"cache_device": "cpu", "keep_first_blocks": 1}):
+        assert estimate_bytes(CacheSettings(**kept), geometry, 37_440) == pytest.approx(full + layer)

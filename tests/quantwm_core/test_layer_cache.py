@@ -108,6 +108,24 @@ def test_policies_keep_first_and_recent_blocks_and_fill_spans():
         assert torch.equal(keys[:, 8 * index : 8 * index + 8], blocks[index])
 
 
+def test_rewinding_into_a_span_of_blocks_keeps_count_of_them():
+    layer = layer_cache(span_blocks=3)
+    for block in range(3):
+        layer.append(*(normal(1, 12, 1, 64, seed=block),) * 3)
+        layer.commit()
+    assert (layer.blocks, len(layer.entries)) == (3, 1)
+    layer.rewind(13)
+    assert (layer.end, layer.blocks, layer.entries[0].lengths) == (23, 2, [12, 11])
+
+
+def test_blocks_that_stay_keep_no_statistics():
+    layer = layer_cache(keep_first_blocks=1)
+    for block in range(2):
+        layer.append(*(normal(1, 12, 1, 64, seed=block),) * 3)
+        layer.commit()
+    assert layer.entries[0].stored.moment is None
+
+
 def test_kept_blocks_do_not_hold_larger_tensors_alive():
     layer = layer_cache(keep_first_blocks=4)
     big = normal(1, 100, 1, 64)

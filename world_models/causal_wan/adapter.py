@@ -18,6 +18,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...quantwm_core import CacheHandle, CacheSettings
 from ...quantwm_core.accounting import estimate_bytes
+from ...quantwm_core.cache import check_backend
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
 from .run import CausalWanRun, PackedLayer
@@ -52,14 +53,17 @@ def attach(
     patched = model.clone()
     detach(patched)
     adapter = CausalWanAdapter(settings, on_block, method, probe)
+    check_backend(settings, model.model.diffusion_model.head_dim, model.load_device)
+    others = set(patched.object_patches)
     patched.add_object_patch(INIT_PATH, adapter.init_kv_caches)
     if settings.compresses:
         patched.add_object_patch(FORWARD_PATH, adapter.forward_block)
         for layer in range(len(model.model.diffusion_model.blocks)):
             path = f"diffusion_model.blocks.{layer}.self_attn.forward"
-            if layer == 0 and path in patched.object_patches:
-                logger.warning("QuantWM replaces another node's patch of self-attention on this model.")
             patched.add_object_patch(path, functools.partial(adapter.self_attention, layer))
+    replaced = [path for path in others if patched.object_patches[path] is not model.object_patches.get(path)]
+    if replaced:
+        logger.warning("QuantWM replaces another node's patches on this model: %s.", ", ".join(sorted(replaced)))
     for kind, function in zip(
         WRAPPERS, (adapter.outer_sample, adapter.prepare_sampling, adapter.calc_cond_batch, adapter.apply_model)
     ):
@@ -148,20 +152,25 @@ class CausalWanAdapter:
 
     def init_kv_caches(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> list:
         """Stands in for the model's method of that name."""
-        if self.run is None:
-            raise RuntimeError(
-                "QuantWM's cache exists only while a sampler runs; init_kv_caches was called outside. "
-                "Use Sampler AR Video, or bypass Apply To World Model."
-            )
+        self._require_run("init_kv_caches")
         return self.run.init_kv_caches(batch_size, max_seq_len, device, dtype)
 
     def forward_block(self, **kwargs) -> torch.Tensor:
         """Stands in for the model's method of that name, which the host calls with keywords."""
+        self._require_run("forward_block")
         return self.run.forward_block(**kwargs)
 
     def self_attention(self, layer: int, x, freqs, kv_cache=None, transformer_options={}):  # noqa: B006
         """Stands in for `self_attn.forward` of block `layer`, with the host's signature."""
+        self._require_run("self-attention")
         module = self.run.blocks[layer].self_attn
         if not isinstance(kv_cache, PackedLayer):
             return type(module).forward(module, x, freqs, kv_cache=kv_cache, transformer_options=transformer_options)
         return kv_cache.forward(module, x, freqs, transformer_options)
+
+    def _require_run(self, name: str) -> None:
+        if self.run is None:
+            raise RuntimeError(
+                f"QuantWM's cache exists only while a sampler runs; {name} was called outside. "
+                "Use Sampler AR Video, or bypass Apply To World Model."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from ...quantwm_core import CacheGeometry, CacheHandle, CacheSettings, LayerCach
 from ...quantwm_core.accounting import native_record
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
+
+logger = logging.getLogger(__name__)
 
 # Noise levels of the frames that rehearse: mostly the first step, whose queries have seen nothing of the new frames.
 REHEARSAL_SIGMAS = (1.0, 1.0, 0.9)
@@ -33,6 +36,9 @@ class CausalWanRun:
         self.settings = settings
         self.model = model
         self.handle = handle
+        # What an earlier run left must not pass for this one's.
+        handle.record = None
+        handle.history.clear()
         self.clean = False
         # Share of a forward's tokens, at its end, that only rehearse.
         self.rehearsed_share = 0.0
@@ -56,7 +62,6 @@ class CausalWanRun:
 
     def init_kv_caches(self, batch: int, max_tokens: int, device: torch.device, dtype: torch.dtype) -> list:
         """Caches as the host's sampler expects them: one mapping with an `end` for each layer."""
-        self.handle.history.clear()
         self.device = device
         if not self.settings.compresses:
             # The host passes the weights' type and fails where keys and values are computed in another (fp8 weights).
@@ -73,7 +78,7 @@ class CausalWanRun:
         """Note what the coming forward is. Given frames get a clean pass before anything was denoised."""
         self.clean = clean
         first, self._started = not self._started, True
-        self._rehearse = first and clean and self.cache is not None and self.cache.layers[0].method.uses_queries
+        self._rehearse = first and clean and self.cache is not None and self.cache.layers[0].method.rehearses
 
     def forward_block(self, x: torch.Tensor, timestep: torch.Tensor, **kwargs) -> torch.Tensor:
         """The host's forward; on the pass of given frames a few noisy frames ride along behind them.
@@ -107,10 +112,12 @@ class CausalWanRun:
 
     def finish(self) -> None:
         """Write the record, if anything was cached, and drop the cache."""
-        if self.cache is not None and self.cache.layers[0].committed:
+        if self.cache is not None and self.cache.layers[-1].committed:
             self.handle.record = self.cache.record()
         elif self._native is not None:
             self.handle.record = self._native_record()
+        elif self.cache is None:
+            logger.warning("QuantWM: this sampler made no KV cache, so nothing was packed. Use Sampler AR Video.")
         self.cache = self._native = None
 
     def _block_committed(self, entry: dict) -> None:
