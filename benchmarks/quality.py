@@ -169,9 +169,10 @@ def main() -> None:
     for variant in wanted:
         rows.append(measure(variant, worlds, references))
         print_table(rows[-1:], COLUMNS)
+        # Written after each row: a long run that is cut short keeps what it has.
+        write_json(arguments.json, "benchmarks.quality", rows, worlds=count, seeds=seeds)
     print(f"\n{count} worlds x {seeds} seeds")
     print_table(rows, COLUMNS)
-    write_json(arguments.json, "benchmarks.quality", rows, worlds=count, seeds=seeds)
 
 
 if __name__ == "__main__":
