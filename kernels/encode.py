@@ -128,15 +128,22 @@ def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryS
     # By heads the moment must lie in rows; it does, unless the caller cut it from another tensor.
     if stats.own is not None:
         stats = QueryStats(stats.own.contiguous())
-    fused = FusedQuantWM(**{f.name: getattr(method, f.name) for f in fields(QuantWM)})
+    on_kernels = fused(method)
     kind = (k.device, k.dtype, k.shape[2:], method.settings)
     if kind not in _checked:
-        _check(fused, method, k, v, stats, state)
+        _check(on_kernels, method, k, v, stats, state)
         _checked.add(kind)
-    return fused.encode(k, v, stats, state)
+    return on_kernels.encode(k, v, stats, state)
 
 
-def _check(fused: QuantWM, method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState):
+def fused(method: QuantWM) -> FusedQuantWM:
+    """The same method with its encoders on kernels."""
+    return FusedQuantWM(**{f.name: getattr(method, f.name) for f in fields(QuantWM)})
+
+
+def _check(
+    on_kernels: QuantWM, method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState
+):
     """Encode a span both ways on copies of the state and compare what is lost, as the queries see it.
 
     Compilers have got products wrong before, and a wrong cache shows as a spoilt picture, not as an error.
@@ -145,7 +152,7 @@ def _check(fused: QuantWM, method: QuantWM, k: torch.Tensor, v: torch.Tensor, st
         WrongResult: when the kernels lose clearly more than plain PyTorch does.
     """
     losses = []
-    for encoder in (fused, method):
+    for encoder in (on_kernels, method):
         span = encoder.encode(k, v, stats, state.fork())
         losses.append(_losses(method.decode(span), k, v, stats))
     if not all(lost <= TOLERANCE * expected + 1e-30 for lost, expected in zip(*losses)):

@@ -25,7 +25,7 @@ with recorded() as launches:
     statistics.second_moment(k)
     state = methods.LayerState(lambda: torch.zeros(12, 128, 128))
     method = methods.QuantWM(settings.CacheSettings())
-    encode.encode_span(method, k, k, stats.QueryStats(torch.zeros(1, 12, 128, 128)), state)
+    encode.fused(method).encode(k, k, stats.QueryStats(torch.zeros(1, 12, 128, 128)), state)
 for launch in distinct(launches):
     compiled = launch.compile(int(sys.argv[1]))
     shared = compiled.metadata.shared
