@@ -46,12 +46,17 @@ def start_host(cpu: bool | None = None) -> None:
 
 def load_pack() -> ModuleType:
     """The pack as a package, the way ComfyUI's loader does it: by path, so that only relative imports work."""
-    if PACK_NAME in sys.modules:
-        return sys.modules[PACK_NAME]
+    return import_folder(PACK_NAME, ROOT)
+
+
+def import_folder(name: str, folder: Path) -> ModuleType:
+    """The package in `folder` under a name of its own; imported once."""
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(
-        PACK_NAME, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[PACK_NAME] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

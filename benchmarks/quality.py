@@ -1,6 +1,6 @@
 """What packing costs in the picture: the tiny world in the real host, each method against full precision.
 
-    python -m benchmarks.quality [--json FILE] [--quick] [--worlds N] [--seeds N] [--methods NAME ...]
+    python -m benchmarks.quality [--json FILE] [--quick] [--worlds N] [--seeds N] [--given N] [--methods NAME ...]
 
 Each world is given 21 true frames (a whole turn) and goes on for 15; the figures compare those 15 with the rollout on
 an uncompressed cache (psnr, ssim), with the true views that come back (revisit_psnr), and the logits under packed keys
@@ -159,10 +159,11 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--worlds", type=int, default=12)
     options.add_argument("--seeds", type=int, default=2)
+    options.add_argument("--given", type=int, default=21, help="true frames given; 0 generates from nothing")
     options.add_argument("--methods", nargs="+", help="only rows of these methods")
     arguments = options.parse_args()
     count, seeds = (2, 1) if arguments.quick else (arguments.worlds, arguments.seeds)
-    worlds = prepare([1000 + i for i in range(count)])
+    worlds = prepare([1000 + i for i in range(count)], arguments.given)
     references = [worlds.decode(sample(worlds, worlds.model, seed)) for seed in range(seeds)]
     rows = []
     wanted = [v for v in (QUICK if arguments.quick else VARIANTS) if v.method in (arguments.methods or METHODS)]

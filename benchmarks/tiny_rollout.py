@@ -50,11 +50,12 @@ def prepare(world_seeds: list[int], seed_frames: int = 21, length: int = 36) -> 
         motion = (turn, 0.35 * draw[1], 360 * draw[2])
         frames = tiny_world.render(seed, *motion, length)
         contexts.append(tiny_world.conditioning(*motion))
-        latents.append(vae.encode(frames[:seed_frames]))
+        latents.append(vae.encode(frames[: max(seed_frames, 1)]))
         truths.append(frames)
     options = model.model_options.setdefault("transformer_options", {})
     initial = torch.cat([_as_video(latent) for latent in latents])
-    options["ar_config"] = {"initial_latent": initial}
+    if seed_frames:
+        options["ar_config"] = {"initial_latent": initial}
     shape = (len(world_seeds), initial.shape[1], length, *initial.shape[3:])
     return Worlds(model, vae, torch.cat(contexts), shape, torch.stack(truths), seed_frames)
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from .cache import CacheGeometry, WorldCache
     from .settings import CacheSettings
 
-GIB = 1 << 30
-
 
 def build_record(cache: WorldCache) -> dict:
     """The record of a run, JSON-ready.

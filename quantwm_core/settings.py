@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 # Saved workflows store these names: only ever append.
 METHODS = ("quantwm", "off", "quantwm-paper", "rtn")
@@ -52,10 +52,6 @@ class CacheSettings:
     def compresses(self) -> bool:
         """False when the host's own cache is used untouched: method `off`, or 16 bits for keys and values."""
         return self.method != "off" and (self.key_bits, self.value_bits) != (16, 16)
-
-    @classmethod
-    def field_names(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(cls))
 
 
 def _require_choice(name: str, value, allowed: tuple) -> None:

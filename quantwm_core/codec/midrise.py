@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .groups import group_sizes, split_groups, spread_groups
+from .groups import group_sizes, split_groups
 
 # Step over root mean square at 2 bits; from 4 bits on the grid covers the largest value instead.
 TWO_BIT_STEP = 1.25
@@ -66,8 +66,3 @@ def midrise_quantize(residual: torch.Tensor, step: torch.Tensor, bits: int) -> t
 def midrise_dequantize(codes: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
     """Float values of `codes`; `step` broadcasts per channel."""
     return step * (codes.float() - ((1 << bits) - 1) / 2)
-
-
-def channel_steps(scale: torch.Tensor, group_size: int, channels: int) -> torch.Tensor:
-    """`[N, S, G]` -> `[N, S, D]`."""
-    return spread_groups(scale, group_size, channels)

@@ -13,7 +13,6 @@ from .bits import pack_bits, unpack_bits
 from .midrise import decode_log_scales, encode_log_scales
 
 ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE = 8, 16
-FP16_SMALLEST = 2.0**-24
 FP16_LARGEST = 65504.0
 
 

@@ -18,9 +18,9 @@ import torch
 from ..codec.bits import pack_bits, unpack_bits
 from ..codec.codebook import Codebook, gather_centroids
 from ..codec.feedback import feedback_matrix, quantize_with_feedback
+from ..codec.groups import spread_groups
 from ..codec.kmeans import ITERATIONS, evenly_spaced, kmeans, nearest_centroid, scattered_tokens
 from ..codec.midrise import (
-    channel_steps,
     decode_log_scales,
     encode_log_scales,
     midrise_dequantize,
@@ -152,7 +152,7 @@ class QuantWM:
         group_size = self.settings.group_size
         wanted = midrise_step(residual, bits, group_size)
         scale_codes, top = encode_log_scales(wanted, scale_bits, per_octave)
-        step = channel_steps(
+        step = spread_groups(
             decode_log_scales(scale_codes, top, scale_bits, per_octave), group_size, residual.shape[-1]
         )
 
@@ -214,7 +214,7 @@ def _decode_residual(flat: dict[str, torch.Tensor], prefix: str, bits: int, span
     groups = -(-span.head_dim // span.group_size)
     scale_codes = unpack_bits(flat[f"{prefix}_scales"], scale_bits, groups)
     scale = decode_log_scales(scale_codes, flat[f"{prefix}_scales_top"], scale_bits, per_octave)
-    step = channel_steps(scale, span.group_size, span.head_dim)
+    step = spread_groups(scale, span.group_size, span.head_dim)
     codes = unpack_bits(flat[f"{prefix}_codes"], bits, span.head_dim)
     book = Codebook(flat[f"{prefix}_centroids"], flat[f"{prefix}_centroids_grid"])
     return gather_centroids(book.decode(), flat[f"{prefix}_ids"]) + midrise_dequantize(codes, step, bits)

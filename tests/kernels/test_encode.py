@@ -63,7 +63,7 @@ def eager_codes(core, residual, feedback, wanted, bits, group):
     scale_bits, per_octave = core.midrise.scale_format(bits)
     scales, top = core.midrise.encode_log_scales(wanted, scale_bits, per_octave)
     stored = core.midrise.decode_log_scales(scales, top, scale_bits, per_octave)
-    step = core.midrise.channel_steps(stored, group, residual.shape[-1])
+    step = core.groups.spread_groups(stored, group, residual.shape[-1])
     places = torch.empty_like(residual)
 
     def rounding(target, part):

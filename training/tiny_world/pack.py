@@ -6,28 +6,15 @@ runtime package is loaded by path because the pack around it uses relative impor
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from types import ModuleType
 
-from benchmarks.host import ROOT, start_host
+from benchmarks.host import ROOT, import_folder, start_host
 
 _NAME = "tiny_world"
 
 
-def _load() -> ModuleType:
-    start_host()
-    folder = ROOT / "world_models" / "tiny_world"
-    spec = importlib.util.spec_from_file_location(
-        _NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_NAME] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny_world = _load()
+start_host()
+tiny_world = import_folder(_NAME, ROOT / "world_models" / "tiny_world")
 codec = sys.modules[f"{_NAME}.codec"]
 conditioning = sys.modules[f"{_NAME}.conditioning"]
 render = sys.modules[f"{_NAME}.render"]
