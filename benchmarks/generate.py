@@ -1,0 +1,202 @@
+"""Whole generations in the real ComfyUI: time, peak memory and resident cache against the host without this pack.
+
+    python -m benchmarks.generate [--json FILE] [--quick] [--blocks N ...] [--profile FOLDER]
+
+Causal-Forcing's shape with random weights, 93 frames of 832 x 480, 4 steps. Rows of one block size belong together:
+
+    native           the host alone
+    native, cudnn    the host alone with torch's attention limited to cuDNN, the most that a faster attention can bring
+    off              this pack attached, method off
+    quantwm          backend auto; "host attention" keeps the attention that native uses; "torch" has no kernels at all
+    others           the same backend auto
+
+`seconds` is the best of the timed runs, after one that compiles and loads. `peak_gib_without_weights` is what the run
+allocates beyond the loaded weights. `repeatable` says whether all runs with one seed gave the same bits.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from .bare_pack import bare_module
+from .random_wan import CAUSAL_FORCING, SMALL, WanShape, load, sample
+from .report import parser, print_table, write_json
+
+COLUMNS = (
+    "model frames block method variant seconds ratio_to_native peak_gib_without_weights ratio_peak resident_gib "
+    "ratio_resident repeatable backend"
+).split()
+STEPS = 4
+TIMED_RUNS = 3
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row: a method with its settings, in circumstances that last for its runs."""
+
+    method: str
+    name: str = "default"
+    settings: dict = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager] = nullcontext
+    runs: int = TIMED_RUNS
+
+
+def variants(gpu: bool) -> Iterator[Variant]:
+    """Native first: all ratios are to it."""
+    yield Variant("native")
+    if gpu:
+        yield Variant("native", "cudnn", around=_host_on_cudnn)
+    yield Variant("off")
+    yield Variant("quantwm")
+    if gpu:
+        yield Variant("quantwm", "host attention", around=_host_attention)
+        yield Variant("quantwm", "torch", {"backend": "torch"}, runs=1)
+    yield Variant("quantwm-paper", runs=1)
+    yield Variant("rtn", runs=1)
+
+
+@contextmanager
+def _host_on_cudnn() -> Iterator[None]:
+    import comfy.ops
+
+    order = comfy.ops.SDPA_BACKEND_PRIORITY
+    before = list(order)
+    order.sort(key=lambda backend: backend != SDPBackend.CUDNN_ATTENTION)
+    try:
+        yield
+    finally:
+        order[:] = before
+
+
+def _host_attention() -> AbstractContextManager:
+    return bare_module("quantwm_core.backends").only_eager("attend_packed")
+
+
+def attach(variant: Variant, model):
+    """The model as the variant samples it, and the handle of its runs (None for native)."""
+    if variant.method == "native":
+        return model, None
+    settings = bare_module("quantwm_core").CacheSettings(method=variant.method, **variant.settings)
+    return bare_module("world_models").attach(model, settings)
+
+
+def measure(variant: Variant, model, shape: WanShape, block: int, device: torch.device) -> dict:
+    """One row, without its ratios."""
+    model, handle = attach(variant, model)
+    seconds, peaks, latents = [], [], []
+    with variant.around():
+        for _ in range(1 + variant.runs):
+            latent, elapsed, peak = timed(partial(sample, model, shape, block, STEPS), device)
+            latents.append(latent)
+            seconds.append(elapsed)
+            peaks.append(peak)
+    record = handle.record if handle else None
+    resident = _resident(record) if record else native_bytes(shape)
+    return {
+        "model": shape.name,
+        "frames": shape.video_frames,
+        "block": block,
+        "method": variant.method,
+        "variant": variant.name,
+        "seconds": min(seconds[1:]),
+        "seconds_each": seconds,
+        "peak_gib_without_weights": peaks[-1] / GIB if device.type == "cuda" else None,
+        "resident_gib": resident / GIB,
+        "ratio_resident": native_bytes(shape) / resident,
+        "repeatable": all(torch.equal(latents[1], latent) for latent in latents[2:]),
+        "like_first_run": torch.equal(latents[0], latents[1]),
+        "finite": bool(latents[0].isfinite().all()),
+        "backend": record["backend"] if record else "host",
+        "backend_reason": record["backend_reason"] if record else "",
+        "encode_seconds": record["encode_seconds"] if record else None,
+        "decode_seconds": record["decode_seconds"] if record else None,
+    }
+
+
+def timed(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, float, int]:
+    """Result, seconds and the most bytes that the run held beyond what was there before it."""
+    gc.collect()
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    started = time.perf_counter()
+    result = run()
+    if device.type != "cuda":
+        return result, time.perf_counter() - started, 0
+    torch.cuda.synchronize()
+    return result, time.perf_counter() - started, torch.cuda.max_memory_allocated() - before
+
+
+def native_bytes(shape: WanShape) -> int:
+    """The host's cache: keys and values of all tokens of the run in bf16."""
+    tokens = shape.frames * (shape.height // 2) * (shape.width // 2)
+    return 4 * shape.layers * shape.dim * tokens
+
+
+def _resident(record: dict) -> int:
+    return record["bytes_packed"] + record["bytes_unpacked"] + record["bytes_state"]
+
+
+def profile(variant: Variant, model, shape: WanShape, block: int, folder: Path) -> None:
+    """Write where the GPU's time of one run goes, by kernel, to a text file."""
+    model, _ = attach(variant, model)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with variant.around(), torch.profiler.profile(activities=activities) as profiler:
+        sample(model, shape, block, STEPS)
+        torch.cuda.synchronize()
+    averages = profiler.key_averages()
+    orders = ("self_device_time_total", "self_cpu_time_total")
+    table = "\n".join(averages.table(sort_by=order, row_limit=45, max_name_column_width=70) for order in orders)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"profile-{variant.method}-{variant.name.replace(' ', '-')}-block{block}.txt"
+    (folder / name).write_text(table + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Run the benchmark; see the module's text."""
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--blocks", nargs="+", type=int, default=[3, 1], metavar="N", help="latent frames of a block")
+    options.add_argument("--methods", nargs="+", metavar="NAME", help="only these methods, and native")
+    options.add_argument("--profile", type=Path, metavar="FOLDER", help="also profile one run of each best-of row")
+    arguments = options.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = device.type == "cuda"
+    shape = SMALL if arguments.quick or not gpu else CAUSAL_FORCING
+    model = load(shape, device)
+    bare_module("kernels")
+    rows: list[dict] = []
+    for block in arguments.blocks:
+        native = None
+        for variant in variants(gpu):
+            if variant.method not in ("native", *(arguments.methods or [variant.method])):
+                continue
+            row = measure(variant, model, shape, block, device)
+            native = native or row
+            row["ratio_to_native"] = row["seconds"] / native["seconds"]
+            if gpu:
+                row["ratio_peak"] = row["peak_gib_without_weights"] / native["peak_gib_without_weights"]
+            rows.append(row)
+            print_table(rows[-1:], COLUMNS)
+            if arguments.profile and gpu and variant.runs > 1:
+                profile(variant, model, shape, block, arguments.profile)
+            # Row by row: what was measured survives a run that is cut short.
+            write_json(arguments.json, "benchmarks.generate", rows)
+    print()
+    print_table(rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
