@@ -51,6 +51,9 @@ class QuantWMPaper:
 
     rehearses = False
 
+    def wants_value_metric(self, state: LayerState) -> bool:
+        return False
+
     @property
     def uses_queries(self) -> bool:
         return self.uses_earlier_queries
