@@ -13,6 +13,7 @@ from triton.runtime.errors import TritonError
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
+from .launching import launch
 from .sizes import ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, piece_table
 from .tiles import (
@@ -287,8 +288,8 @@ def launch_decode(
     tiles = table.tiles if chunks is None else table.tiles[chunks]
     origin = 0 if chunks is None else table.first_token(chunks.start)
     numbers = [table.tokens, origin, table.aligned, *table.format.numbers()]
-    launch = decode_spans if torch.compiler.is_compiling() else _launch
-    launch(table.rows, tiles, live.k, live.v, keys, values, numbers)
+    run = decode_spans if torch.compiler.is_compiling() else _launch
+    run(table.rows, tiles, live.k, live.v, keys, values, numbers)
 
 
 @torch.library.custom_op(
@@ -311,8 +312,8 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
     grid = (2 * heads, len(tiles) + ceil_div(k.shape[1], CHUNK), batch)
-    decode_kernel[grid](
+    arguments = (
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
         keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
-        **constants, **launch_shape(constants["W"]),
     )  # fmt: skip
+    launch(decode_kernel, grid, arguments, **constants, **launch_shape(constants["W"]))

@@ -135,7 +135,7 @@ def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryS
     on_kernels = fused(method)
     kind = (k.device, k.dtype, k.shape[2:], method.settings)
     if kind not in _checked:
-        _check(on_kernels, method, k, v, stats, state)
+        _check(on_kernels, method, k[:1], v[:1], stats, state)
         _checked.add(kind)
     return on_kernels.encode(k, v, stats, state)
 
@@ -148,17 +148,20 @@ def fused(method: QuantWM) -> FusedQuantWM:
 def _check(
     on_kernels: QuantWM, method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState
 ):
-    """Encode a span both ways on copies of the state and compare what is lost, as the queries see it.
+    """Encode one entry of a batch both ways, as if it were the first, and compare what the queries will miss.
 
     Compilers have got products wrong before, and a wrong cache shows as a spoilt picture, not as an error.
 
     Raises:
         WrongResult: when the kernels lose clearly more than plain PyTorch does.
     """
+    own = None if stats.own is None else stats.own[:1]
+    metric = None if state.value_metric is None else state.value_metric()[: k.shape[2]]
     losses = []
     for encoder in (on_kernels, method):
-        span = encoder.encode(k, v, stats, state.fork())
-        losses.append(_losses(method.decode(span), k, v, stats))
+        fresh = LayerState(None if metric is None else lambda: metric)
+        span = encoder.encode(k, v, QueryStats(own), fresh)
+        losses.append(_losses(method.decode(span), k, v, QueryStats(own)))
     if not all(lost <= TOLERANCE * expected + 1e-30 for lost, expected in zip(*losses)):
         raise WrongResult(f"keys and values lose {losses[0]} where {losses[1]} is expected on this GPU and Triton")
 

@@ -85,8 +85,13 @@ def attend_packed(
 def _attend(way: str, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention):
     if way == "host":
         return attention(queries, keys, values)
-    with sdpa_kernel([SDPA[way]]):
-        out = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (queries, keys, values)))
+    query, key, value = (t.transpose(1, 2) for t in (queries, keys, values))
+    if way == "cudnn":
+        # Called directly: choosing it through torch's switches costs as much time as issuing it.
+        out = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, False)[0]
+    else:
+        with sdpa_kernel([SDPA[way]]):
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     return out.transpose(1, 2).flatten(2)
 
 

@@ -13,6 +13,7 @@ from ..quantwm_core import backends
 from ..quantwm_core.backends import Between, OneOf
 from ..quantwm_core.codec.feedback import BLOCK, DAMPING
 from .encode_tiles import as_operand, head_pointer
+from .launching import launch
 from .sizes import ceil_div, next_power
 
 # Widest head, and most directions, that fit in the registers and the shared memory of one program.
@@ -81,10 +82,10 @@ def second_moment(queries: torch.Tensor, total: torch.Tensor | None = None) -> t
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
     moment = queries.new_empty(batch, heads, width, width, dtype=torch.float32) if total is None else total
-    _moment_kernel[(batch * heads * ceil_div(width, MOMENT_TILE) ** 2,)](
-        queries, moment, tokens, heads, *queries.stride()[:3],
-        D=width, W=MOMENT_TILE, T=TOKEN_TILE, ADD=total is not None, **MOMENT_LAUNCH,
-    )  # fmt: skip
+    grid = (batch * heads * ceil_div(width, MOMENT_TILE) ** 2, 1, 1)
+    arguments = (queries, moment, tokens, heads, *queries.stride()[:3])
+    constants = {"D": width, "W": MOMENT_TILE, "T": TOKEN_TILE, "ADD": total is not None}
+    launch(_moment_kernel, grid, arguments, **constants, **MOMENT_LAUNCH)
     return moment
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from .packing import GROUP_BYTES
 from .record import CacheHandle
 from .span import PARTS
 
@@ -89,7 +90,7 @@ OVERHEAD_BITS = 1.25
 
 
 def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int) -> int:
-    """Memory to plan for a run of `tokens` tokens: packed cache plus one decoded layer.
+    """Memory to plan for a run of `tokens` tokens: packed cache, one decoded layer, and blocks that wait to be packed.
 
     How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
     """
@@ -98,7 +99,8 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
     stored = 0 if settings.cache_device == "cpu" else bf16 * sum(bits) / 32
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
-    return round(stored + bf16 / geometry.layers)
+    waiting = min(2 * GROUP_BYTES, bf16)
+    return round(stored + bf16 / geometry.layers + waiting)
 
 
 def _ratio(numerator: int, denominator: int) -> float:

@@ -18,6 +18,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -162,6 +164,17 @@ def settings_facts(settings: CacheSettings) -> dict[str, Any]:
     """What the settings fix for a whole run, for constraints."""
     names = ("method", "key_bits", "value_bits", "group_size", "rank", "candidates")
     return {name: getattr(settings, name) for name in names}
+
+
+@lru_cache(maxsize=1024)
+def _facts_of(settings: CacheSettings, shape: tuple, dtype: torch.dtype, device: torch.device) -> Mapping[str, Any]:
+    sizes = dict(zip(("batch", "tokens", "heads", "head_dim"), shape, strict=True))
+    return MappingProxyType(settings_facts(settings) | sizes | {"dtype": dtype} | device_facts(device))
+
+
+def call_facts(settings: CacheSettings, like: torch.Tensor) -> Mapping[str, Any]:
+    """What backends are chosen by, for a call on tensors `[B, S, H, D]`."""
+    return _facts_of(settings, tuple(like.shape), like.dtype, like.device)
 
 
 def choose(operation: str, setting: str, facts: Mapping[str, Any], required: bool = False) -> Choice:

@@ -13,8 +13,8 @@ from .accounting import build_record
 from .backends import Dispatcher, choose, device_facts, settings_facts
 from .layer_cache import LayerCache
 from .methods import Method, build_method
+from .packing import Packer, layers_together, pack_ready
 from .settings import CacheSettings
-from .side_stream import SideStream
 from .stopwatch import Stopwatch
 
 
@@ -55,20 +55,29 @@ class WorldCache:
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
         check_backend(settings, geometry.head_dim, device)
         self.backend = Dispatcher(settings.backend)
-        side = SideStream(device)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
-        self.layers = [
-            LayerCache(settings, method, metric, device, self.encode_watch, self.decode_watch, self.backend, side)
-            for metric in metrics
-        ]
+        self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers)
+        self.layers: list[LayerCache] = []
+        for first in range(0, geometry.layers, self._together):
+            group = metrics[first : first + self._together]
+            packer = Packer(settings, method, group, self.backend, self.encode_watch)
+            self.layers += [
+                LayerCache(settings, method, None, device, self.decode_watch, self.backend, packer) for _ in group
+            ]
         self.history: list[dict] = []
         self._on_block = on_block
         self._started = time.perf_counter()
 
     def commit(self, layer: int) -> None:
-        """Commit one layer's appended tokens; the last layer completes the block."""
-        self.layers[layer].commit()
+        """Commit one layer's appended tokens, in the order of the layers.
+
+        The last one of a group packs them all, and the last one of all completes the block.
+        """
+        self.layers[layer].make_history()
+        first = layer - layer % self._together
+        if layer + 1 == min(first + self._together, self.geometry.layers):
+            pack_ready(self.layers[first : layer + 1])
         if layer == self.geometry.layers - 1:
             self._block_done()
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
-from .backends import Dispatcher, device_facts, settings_facts
+from .backends import Dispatcher, call_facts
 from .methods import LayerState, Method
-from .query_stats import QueryStats
+from .packing import Packer, pack_ready
 from .settings import CacheSettings
-from .side_stream import SideStream
 from .span import PackedSpan, RawBlock, part_of, storage_bytes
 from .stopwatch import Stopwatch
 
@@ -54,14 +52,15 @@ class LayerCache:
         method: Method,
         value_metric: Callable[[], torch.Tensor] | None = None,
         device: torch.device | None = None,
-        encode_watch: Stopwatch | None = None,
         decode_watch: Stopwatch | None = None,
         backend: Dispatcher | None = None,
-        side: SideStream | None = None,
+        packer: Packer | None = None,
     ) -> None:
         self.settings = settings
         self.method = method
-        self.state = LayerState(value_metric)
+        self._backend = backend or Dispatcher(settings.backend)
+        # Shared with the other layers of a group; a layer alone has one of its own.
+        self.packer = packer or Packer(settings, method, [value_metric], self._backend, Stopwatch(device))
         self.device = device
         self.entries: list[Entry] = []
         self.pending: list[RawBlock] = []
@@ -70,12 +69,7 @@ class LayerCache:
         self._passes = 0
         self.pack_events = 0
         self.workspace_bytes = 0
-        self._encode_watch = encode_watch or Stopwatch()
         self._decode_watch = decode_watch or Stopwatch()
-        self._backend = backend or Dispatcher(settings.backend)
-        self._side = side or SideStream()
-        # Set while a block of this layer is being packed beside the model.
-        self._packing: torch.cuda.Event | None = None
         self._usage: Counter[str] = Counter()
         self._seen: set[int] = set()
 
@@ -99,7 +93,8 @@ class LayerCache:
         Noisy passes ask differently than the clean one, and later blocks will ask in both ways: each pass counts alike.
         """
         if self.method.uses_queries:
-            self._observed = self._backend.run("second_moment", self._facts(queries), queries, self._observed)
+            facts = call_facts(self.settings, queries)
+            self._observed = self._backend.run("second_moment", facts, queries, self._observed)
             self._passes += 1
 
     def append(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None = None) -> None:
@@ -113,17 +108,23 @@ class LayerCache:
             self.observe(queries)
         self.pending.append(RawBlock(k, v, self._take_observed()))
 
+    @property
+    def state(self) -> LayerState:
+        """What the method remembers between spans, for all layers that pack together."""
+        return self.packer.state
+
     def commit(self) -> None:
         """Make appended blocks history, and pack every block that no setting keeps in full precision."""
+        self.make_history()
+        pack_ready([self])
+
+    def make_history(self) -> None:
+        """Make appended blocks history, still in full precision; for layers that pack together."""
         for block in self.pending:
             if self.blocks < self.settings.keep_first_blocks:
                 block.moment = None  # it will never be packed
             self.entries.append(Entry(block, [block.tokens]))
         self.pending.clear()
-        self._pack_ready_blocks()
-        for entry in self.entries:
-            self._own_storage(entry)
-        self._recount_raw()
 
     def rewind(self, tokens: int) -> None:
         """Drop the last `tokens` tokens.
@@ -134,7 +135,6 @@ class LayerCache:
         if not 0 <= tokens <= self.end:
             raise ValueError(f"rewind takes 0 to {self.end} tokens (all that the cache holds); got {tokens}.")
         self._take_observed()
-        self._finish_packing()
         while tokens and self.pending:
             tokens = self._shorten(self.pending, tokens)
         stored = [entry.stored for entry in self.entries]
@@ -147,7 +147,7 @@ class LayerCache:
         if stored:
             self.entries[-1].shorten(stored[-1])
         if not stored and before:
-            self.state = LayerState(self.state.value_metric)
+            self.packer.forget()
         self.state.tokens = min(self.state.tokens, self.committed)
         self._recount()
 
@@ -156,7 +156,6 @@ class LayerCache:
 
         The result is a workspace for one layer; drop it before reading the next one.
         """
-        self._finish_packing()
         live = [] if live_k is None else [RawBlock(live_k, live_v)]
         pieces = [entry.stored for entry in self.entries] + self.pending + live
         if not pieces:
@@ -177,9 +176,8 @@ class LayerCache:
         `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
         """
         self._check_shape(k, v)
-        self._finish_packing()
         pieces = [entry.stored for entry in self.entries] + self.pending + [RawBlock(k, v)]
-        facts = self._facts(queries)
+        facts = call_facts(self.settings, queries)
         read = partial(self.read, k, v)
         return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
 
@@ -189,7 +187,7 @@ class LayerCache:
         Besides the parts of a span: `raw` (one side kept at 16 bits), `blocks` (kept in full precision), `state`.
         """
         usage = Counter(self._usage)
-        usage["state"] += self.state.nbytes(set(self._seen))
+        usage["state"] += self.state.nbytes(set(self._seen)) // self.packer.layers
         return usage
 
     def packed_elements(self) -> int:
@@ -219,7 +217,8 @@ class LayerCache:
                 f"got {(k.shape[0], *k.shape[2:])}. With classifier-free guidance the batch changes: set cfg to 1."
             )
 
-    def _pack_ready_blocks(self) -> None:
+    def ready_groups(self) -> list[list[int]]:
+        """Entries to pack now, a list for each span: whole spans only, from the oldest on."""
         s = self.settings
         per_span = max(1, s.span_blocks)
         last = self.blocks - s.keep_recent_blocks
@@ -229,73 +228,26 @@ class LayerCache:
             if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= block < last:
                 ready.append(index)
             block += entry.blocks
-        # Whole spans only, from the oldest on; replaced back to front so that indices stay valid.
-        groups = [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
-        packed = [(group, self._pack([self.entries[i].stored for i in group])) for group in groups]
-        for group, span in reversed(packed):
-            lengths = [length for i in group for length in self.entries[i].lengths]
-            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths)]
+        return [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
+
+    def replace(self, group: list[int], span: PackedSpan) -> None:
+        """Put a span in the place of the entries it was packed from."""
+        lengths = [length for i in group for length in self.entries[i].lengths]
+        self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths)]
+        self.pack_events += 1
+        self._count(span)
+
+    def settle(self) -> None:
+        """Count blocks that stay in full precision, and let them own their memory."""
+        for entry in self.entries:
+            self._own_storage(entry)
+        self._recount_raw()
 
     def _take_observed(self) -> torch.Tensor | None:
         """Mean moment of the passes noted so far; starts anew."""
         total, passes = self._observed, self._passes
         self._observed, self._passes = None, 0
         return total.div_(passes) if total is not None else None
-
-    def _pack(self, blocks: list[RawBlock]) -> PackedSpan:
-        inputs = [t for block in blocks for t in (block.k, block.v, block.moment) if t is not None]
-        with self._own_metric() as metric, self._side.beside([*inputs, *metric]), self._encode_watch:
-            span = self._encode(blocks)
-            if self.settings.cache_device == "cpu":
-                span = self._offload(span)
-        self._packing = self._side.hand_over(span.tensors.values())
-        self.pack_events += 1
-        self._count(span)
-        return span
-
-    def _encode(self, blocks: list[RawBlock]) -> PackedSpan:
-        k, v = blocks[0].k, blocks[0].v
-        if len(blocks) > 1:
-            k = torch.cat([block.k for block in blocks], dim=1)
-            v = torch.cat([block.v for block in blocks], dim=1)
-        stats = QueryStats(own=_mean_moment(blocks), earlier=self.state.earlier.moment)
-        span = self._backend.run("encode_span", self._facts(k), self.method, k, v, stats, self.state)
-        if self.method.uses_earlier_queries and stats.own is not None:
-            self.state.earlier.add(stats.own, k.shape[1])
-        return span
-
-    @contextmanager
-    def _own_metric(self) -> Iterator[list[torch.Tensor]]:
-        """Ask for the output projection's metric here if the encoder will: it runs the model, on the model's stream."""
-        ask = self.state.value_metric
-        if ask is None or not self.method.wants_value_metric(self.state):
-            yield []
-            return
-        metric = ask()
-        self.state.value_metric = lambda: metric
-        try:
-            yield [metric]
-        finally:
-            self.state.value_metric = ask
-
-    def _finish_packing(self) -> None:
-        """Let what follows wait for the block that is being packed."""
-        if self._packing is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._packing)
-            self._packing = None
-
-    def _facts(self, like: torch.Tensor) -> dict:
-        """What backends are chosen by, for a call on tensors `[B, S, H, D]`."""
-        batch, tokens, heads, head_dim = like.shape
-        shape = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": like.dtype}
-        return settings_facts(self.settings) | shape | device_facts(like.device)
-
-    def _offload(self, span: PackedSpan) -> PackedSpan:
-        """Move what belongs to this span alone to the CPU; shared pieces stay where encoding needs them."""
-        shared = {t.untyped_storage().data_ptr() for t in self.state.shared.values()}
-        own = {n: t for n, t in span.tensors.items() if t.untyped_storage().data_ptr() not in shared}
-        span.tensors |= {n: t.to("cpu") for n, t in own.items()}
-        return span
 
     def _gather(self, pieces: list[RawBlock | PackedSpan]) -> tuple[torch.Tensor, torch.Tensor]:
         first = pieces[0]
@@ -309,7 +261,7 @@ class LayerCache:
         keys, values = torch.empty(2, batch, total, heads, width, dtype=dtype, device=device)
         self.workspace_bytes = max(self.workspace_bytes, 2 * keys.numel() * keys.element_size())
         with self._decode_watch:
-            self._backend.run("decode_layer", self._facts(keys), self.method, pieces, keys, values)
+            self._backend.run("decode_layer", call_facts(self.settings, keys), self.method, pieces, keys, values)
         return keys, values
 
     @staticmethod
@@ -337,19 +289,9 @@ class LayerCache:
 
     def _count(self, span: PackedSpan) -> None:
         for name, tensor in span.tensors.items():
-            self._usage[part_of(name)] += storage_bytes((tensor,), self._seen)
+            self._usage[part_of(name)] += storage_bytes((tensor,), self._seen) // span.shares
 
     def _recount_raw(self) -> None:
         blocks = [entry.stored for entry in self.entries if isinstance(entry.stored, RawBlock)]
         tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
         self._usage["blocks"] = storage_bytes(tensors)
-
-
-def _mean_moment(blocks: list[RawBlock]) -> torch.Tensor | None:
-    """Token-weighted mean of the blocks' moments, or None when any is missing."""
-    if any(block.moment is None for block in blocks):
-        return None
-    if len(blocks) == 1:
-        return blocks[0].moment
-    tokens = sum(block.tokens for block in blocks)
-    return sum(block.moment * (block.tokens / tokens) for block in blocks)

@@ -11,7 +11,7 @@ import torch
 PARTS = ("codes", "ids", "centroids", "scales", "zeros", "psac_c", "psac_u")
 RAW = "raw"
 
-# Tensors with a token axis, `[B, H, S, ...]`; all others belong to the whole span, `[B, H, ...]`.
+# Tensors with a token axis, `[B, H, S, ...]` (raw ones `[B, S, H, D]`); all others belong to the whole span.
 PER_TOKEN = {
     "k_codes",
     "v_codes",
@@ -52,6 +52,8 @@ class PackedSpan:
     rank: int
     dtype: torch.dtype
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Spans of other layers that lie in the same storages, this one included; each is billed its part.
+    shares: int = 1
 
     @property
     def batch(self) -> int:
@@ -67,8 +69,13 @@ class PackedSpan:
 
     def narrow(self, tokens: int) -> PackedSpan:
         """The first `tokens` tokens, in storage of their own, so that the rest is really freed."""
-        cut = {n: t[:, :, :tokens].clone() if n in PER_TOKEN else t for n, t in self.tensors.items()}
-        return replace(self, tokens=tokens, tensors=cut)
+
+        def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if name in PER_TOKEN:
+                return tensor.narrow(1 if name.endswith(RAW) else 2, 0, tokens).clone()
+            return tensor if self.shares == 1 else tensor.clone()
+
+        return replace(self, tokens=tokens, shares=1, tensors={n: cut(n, t) for n, t in self.tensors.items()})
 
     def to_savable(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Contiguous tensors and string metadata, ready for `safetensors.torch.save_file`."""

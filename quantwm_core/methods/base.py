@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -37,10 +37,6 @@ class LayerState:
         """Store freshly learned tensors; `tokens` is the length of the span they were learned from."""
         self.learned_at[name] = max(self.tokens + tokens, 1)
         self.shared.update(tensors)
-
-    def fork(self) -> LayerState:
-        """A copy to try an encoding on; what it learns stays in the copy."""
-        return replace(self, shared=dict(self.shared), learned_at=dict(self.learned_at))
 
     def tensors(self) -> list[torch.Tensor]:
         moment = self.earlier.moment

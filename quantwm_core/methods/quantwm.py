@@ -146,7 +146,7 @@ class QuantWM:
         ids = nearest_centroid(x, centroids)
         steering = state.shared.get("v_feedback")
         if steering is not None:
-            steering = steering.repeat(v.shape[0], 1, 1)
+            steering = steering.repeat(x.shape[0] // steering.shape[0], 1, 1)
         tensors, _ = self._encode_residual(
             "v", x - gather_centroids(centroids, ids), ids, self.settings.value_bits, steering
         )

@@ -1,0 +1,134 @@
+"""Packing the same blocks of several layers together, because a layer alone is too little work for a GPU.
+
+Layers become entries of the batch: a method packs them as it packs a batch, and each layer keeps its slice. What the
+method remembers between spans is one state for all of them. They must therefore pack in step, which they do: a block
+becomes history in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import operations  # noqa: F401  (registers the eager twins)
+from .backends import Dispatcher, call_facts
+from .methods import LayerState, Method
+from .query_stats import QueryStats
+from .settings import CacheSettings
+from .span import PackedSpan, RawBlock
+from .stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from .layer_cache import LayerCache
+
+# Keys and values in full precision that may wait for the other layers of their group, and again while they are joined.
+GROUP_BYTES = 192 << 20
+# Tokens of a block, for planning: three latent frames at 480p.
+TYPICAL_BLOCK = 4680
+
+
+def layers_together(layers: int, bytes_per_token: int) -> int:
+    """How many of `layers` to pack at once, for keys and values of `bytes_per_token` in each: groups of like size."""
+    most = max(1, GROUP_BYTES // (TYPICAL_BLOCK * bytes_per_token))
+    groups = -(-layers // most)
+    return -(-layers // groups)
+
+
+class Packer:
+    """Turns blocks of a group of layers into spans.
+
+    Args:
+        metrics: for each layer, a function giving the Gram matrix `[H, D, D]` of the output projection, or None.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        method: Method,
+        metrics: Sequence[Callable[[], torch.Tensor] | None],
+        backend: Dispatcher,
+        watch: Stopwatch,
+    ) -> None:
+        self.settings = settings
+        self.method = method
+        self.layers = len(metrics)
+        self._metrics = metrics
+        self._backend = backend
+        self._watch = watch
+        self._batch = 1
+        self.state = self._new_state()
+
+    def forget(self) -> None:
+        """Start anew, as before the first span."""
+        self.state = self._new_state()
+
+    def pack(self, blocks: Sequence[Sequence[RawBlock]]) -> list[PackedSpan]:
+        """One span for each layer, from the blocks of each (`blocks[layer]`, as many tokens in all of them)."""
+        with self._watch:
+            k = _joined([[block.k for block in own] for own in blocks])
+            v = _joined([[block.v for block in own] for own in blocks])
+            self._batch = k.shape[0] // self.layers
+            stats = QueryStats(own=_moments(blocks), earlier=self.state.earlier.moment)
+            facts = call_facts(self.settings, k)
+            span = self._backend.run("encode_span", facts, self.method, k, v, stats, self.state)
+            if self.method.uses_earlier_queries and stats.own is not None:
+                self.state.earlier.add(stats.own, k.shape[1])
+        if self.settings.cache_device == "cpu":
+            span = self._offload(span)
+        if self.layers == 1:
+            return [span]
+        parts = [slice(i * self._batch, (i + 1) * self._batch) for i in range(self.layers)]
+        return [replace(span.batch_slice(part), shares=self.layers) for part in parts]
+
+    def _new_state(self) -> LayerState:
+        return LayerState(None if None in self._metrics else self._value_metric)
+
+    def _value_metric(self) -> torch.Tensor:
+        metrics = [metric() for metric in self._metrics]
+        if self.layers == 1:
+            return metrics[0]
+        return torch.cat([metric.repeat(self._batch, 1, 1) for metric in metrics])
+
+    def _offload(self, span: PackedSpan) -> PackedSpan:
+        """Move what belongs to this span alone to the CPU; shared pieces stay where encoding needs them."""
+        shared = {t.untyped_storage().data_ptr() for t in self.state.shared.values()}
+        own = {n: t for n, t in span.tensors.items() if t.untyped_storage().data_ptr() not in shared}
+        span.tensors |= {n: t.to("cpu") for n, t in own.items()}
+        return span
+
+
+def pack_ready(layers: Sequence[LayerCache]) -> None:
+    """Pack what the settings allow, in all layers of a group; all hold the same blocks."""
+    packer = layers[0].packer
+    groups = layers[0].ready_groups()
+    spans = [packer.pack([[layer.entries[i].stored for i in group] for layer in layers]) for group in groups]
+    # Back to front, so that indices stay valid.
+    for group, packed in reversed(list(zip(groups, spans, strict=True))):
+        for layer, span in zip(layers, packed, strict=True):
+            layer.replace(group, span)
+    for layer in layers:
+        layer.settle()
+
+
+def _joined(tensors: list[list[torch.Tensor]]) -> torch.Tensor:
+    """`[layers * B, S, H, D]`: layers along the batch, blocks along the tokens."""
+    rows = [own[0] if len(own) == 1 else torch.cat(own, dim=1) for own in tensors]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _moments(blocks: Sequence[Sequence[RawBlock]]) -> torch.Tensor | None:
+    """Token-weighted mean of each layer's moments `[layers * B, H, D, D]`, or None when any is missing."""
+    if any(block.moment is None for own in blocks for block in own):
+        return None
+    means = [_mean_moment(own) for own in blocks]
+    return means[0] if len(means) == 1 else torch.cat(means)
+
+
+def _mean_moment(blocks: Sequence[RawBlock]) -> torch.Tensor:
+    if len(blocks) == 1:
+        return blocks[0].moment
+    tokens = sum(block.tokens for block in blocks)
+    return sum(block.moment * (block.tokens / tokens) for block in blocks)

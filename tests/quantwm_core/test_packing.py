@@ -1,0 +1,110 @@
+"""Layers that pack together get what they would get alone, and are billed what they really hold."""
+
+import pytest
+import torch
+
+from quantwm_core import CacheGeometry, CacheSettings, LayerCache, WorldCache
+from quantwm_core.layer_cache import PackedSpan, RawBlock
+from quantwm_core.methods import build_method
+from quantwm_core.packing import GROUP_BYTES, layers_together
+
+METHODS = ("quantwm", "quantwm-paper", "rtn")
+LAYERS, HEADS, WIDTH = 3, 2, 48
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def metric(layer: int):
+    mixing = normal(HEADS, WIDTH, WIDTH, seed=100 + layer)
+    return lambda: mixing @ mixing.transpose(1, 2)
+
+
+def block(layer: int, index: int, batch: int = 1, tokens: int = 37) -> list[torch.Tensor]:
+    return [normal(batch, tokens, HEADS, WIDTH, seed=10 * layer + index + 1000 * side) for side in range(3)]
+
+
+def world(batch: int = 1, **settings) -> WorldCache:
+    geometry = CacheGeometry(LAYERS, HEADS, WIDTH, batch)
+    return WorldCache(CacheSettings(**settings), geometry, None, [metric(i) for i in range(LAYERS)])
+
+
+def add_block(cache: WorldCache, index: int, batch: int = 1, layers: int = LAYERS) -> None:
+    for i in range(layers):
+        cache.layers[i].append(*block(i, index, batch))
+        cache.commit(i)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_each_layer_gets_what_it_would_get_alone(method, batch):
+    cache = world(batch, method=method)
+    alone = []
+    for i in range(LAYERS):
+        settings = CacheSettings(method=method)
+        alone.append(LayerCache(settings, build_method(settings), metric(i)))
+    for index in range(3):
+        add_block(cache, index, batch)
+        for i in range(LAYERS):
+            alone[i].append(*block(i, index, batch))
+            alone[i].commit()
+    for together, single in zip(cache.layers, alone, strict=True):
+        for found, expected in zip(together.read(), single.read(), strict=True):
+            # A sum taken in another order can move a value to the next code.
+            assert (found - expected).abs().gt(1e-3).float().mean() < 0.01
+        assert together.pack_events == single.pack_events == 3
+        if batch == 1:
+            assert together.usage() == single.usage()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bill_is_the_storages(method):
+    cache = world(method=method)
+    for index in range(3):
+        add_block(cache, index)
+    tensors = [t for layer in cache.layers for entry in layer.entries for t in entry.stored.tensors.values()]
+    tensors += [t for layer in cache.layers for t in layer.state.tensors()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(cache.usage().values()) == sum(storages.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bits", [(2, 2), (16, 2), (2, 16)])
+def test_rewinding_a_part_of_a_span_frees_it(method, bits):
+    cache = world(method=method, key_bits=bits[0], value_bits=bits[1])
+    add_block(cache, 0)
+    before = [layer.read() for layer in cache.layers]
+    for layer in cache.layers:
+        layer.rewind(17)
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        left = layer.read()
+        torch.testing.assert_close(left[0], keys[:, :20], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(left[1], values[:, :20], rtol=1e-5, atol=1e-5)
+    tensors = [t for layer in cache.layers for entry in layer.entries for t in entry.stored.tensors.values()]
+    tensors += [t for layer in cache.layers for t in layer.state.tensors()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    spans = sum(sum(layer.usage().values()) for layer in cache.layers)
+    assert spans == pytest.approx(sum(storages.values()), abs=LAYERS * len(tensors))
+    for layer in cache.layers:
+        layer.rewind(20)
+    assert not sum(cache.usage().values())
+    add_block(cache, 1)
+    assert all(layer.committed == 37 for layer in cache.layers)
+
+
+def test_an_interrupted_group_stays_readable():
+    cache = world()
+    add_block(cache, 0)
+    add_block(cache, 1, layers=2)
+    stored = [[type(entry.stored) for entry in layer.entries] for layer in cache.layers]
+    assert stored == [[PackedSpan, RawBlock]] * 2 + [[PackedSpan]]
+    assert cache.record()["tokens"] == 37
+    keys, values = cache.layers[0].read()
+    assert torch.equal(keys[:, 37:], block(0, 1)[0]) and torch.equal(values[:, 37:], block(0, 1)[1])
+
+
+def test_groups_hold_a_bounded_amount_of_full_precision():
+    assert layers_together(30, 4 * 12 * 128) == 6
+    assert layers_together(40, 4 * 40 * 128) == 2
+    assert layers_together(30, GROUP_BYTES) == 1
