@@ -1,6 +1,6 @@
 """Whole generations in the real ComfyUI: time, peak memory and resident cache against the host without this pack.
 
-    python -m benchmarks.generate [--json FILE] [--quick] [--blocks N ...] [--profile FOLDER]
+    python -m benchmarks.generate [--json FILE] [--quick] [--blocks N ...] [--methods NAME ...] [--profile FOLDER]
 
 Causal-Forcing's shape with random weights, 93 frames of 832 x 480, 4 steps. Rows of one block size belong together:
 
@@ -36,7 +36,6 @@ COLUMNS = (
     "ratio_resident repeatable backend"
 ).split()
 STEPS = 4
-TIMED_RUNS = 3
 GIB = 2**30
 
 
@@ -48,7 +47,7 @@ class Variant:
     name: str = "default"
     settings: dict = field(default_factory=dict)
     around: Callable[[], AbstractContextManager] = nullcontext
-    runs: int = TIMED_RUNS
+    once: bool = False
 
 
 def variants(gpu: bool) -> Iterator[Variant]:
@@ -60,9 +59,10 @@ def variants(gpu: bool) -> Iterator[Variant]:
     yield Variant("quantwm")
     if gpu:
         yield Variant("quantwm", "host attention", around=_host_attention)
-        yield Variant("quantwm", "torch", {"backend": "torch"}, runs=1)
-    yield Variant("quantwm-paper", runs=1)
-    yield Variant("rtn", runs=1)
+    yield Variant("quantwm-paper", once=True)
+    yield Variant("rtn", once=True)
+    if gpu:
+        yield Variant("quantwm", "torch", {"backend": "torch"}, once=True)
 
 
 @contextmanager
@@ -90,12 +90,12 @@ def attach(variant: Variant, model):
     return bare_module("world_models").attach(model, settings)
 
 
-def measure(variant: Variant, model, shape: WanShape, block: int, device: torch.device) -> dict:
-    """One row, without its ratios."""
+def measure(variant: Variant, model, shape: WanShape, block: int, device: torch.device, runs: int) -> dict:
+    """One row, without its ratios, from `runs` timed runs."""
     model, handle = attach(variant, model)
     seconds, peaks, latents = [], [], []
     with variant.around():
-        for _ in range(1 + variant.runs):
+        for _ in range(1 + (1 if variant.once else runs)):
             latent, elapsed, peak = timed(partial(sample, model, shape, block, STEPS), device)
             latents.append(latent)
             seconds.append(elapsed)
@@ -170,6 +170,7 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--blocks", nargs="+", type=int, default=[3, 1], metavar="N", help="latent frames of a block")
     options.add_argument("--methods", nargs="+", metavar="NAME", help="only these methods, and native")
+    options.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of a row")
     options.add_argument("--profile", type=Path, metavar="FOLDER", help="also profile runs of quantwm")
     arguments = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -183,14 +184,14 @@ def main() -> None:
         for variant in variants(gpu):
             if variant.method not in ("native", *(arguments.methods or [variant.method])):
                 continue
-            row = measure(variant, model, shape, block, device)
+            row = measure(variant, model, shape, block, device, arguments.runs)
             native = native or row
             row["ratio_to_native"] = row["seconds"] / native["seconds"]
             if gpu:
                 row["ratio_peak"] = row["peak_gib_without_weights"] / native["peak_gib_without_weights"]
             rows.append(row)
             print_table(rows[-1:], COLUMNS)
-            if arguments.profile and gpu and variant.runs > 1 and variant.method == "quantwm":
+            if arguments.profile and gpu and not variant.once and variant.method == "quantwm":
                 profile(variant, model, shape, block, arguments.profile)
             # Row by row: what was measured survives a run that is cut short.
             write_json(arguments.json, "benchmarks.generate", rows)

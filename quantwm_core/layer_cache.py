@@ -125,6 +125,7 @@ class LayerCache:
                 block.moment = None  # it will never be packed
             self.entries.append(Entry(block, [block.tokens]))
         self.pending.clear()
+        self._recount_raw()
 
     def rewind(self, tokens: int) -> None:
         """Drop the last `tokens` tokens.

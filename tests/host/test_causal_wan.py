@@ -358,23 +358,25 @@ def test_only_our_method_rehearses_and_only_for_packed_keys(host, t48, settings,
 
 
 def test_a_run_cut_between_layers_is_not_billed_for_layers_that_stored_nothing(host, t48):
-    commit = host.quantwm_core.LayerCache.commit
+    make_history = host.quantwm_core.LayerCache.make_history
     calls = []
 
     def failing(self):
         calls.append(1)
         if len(calls) == 4:  # the second layer, in the second block
             raise KeyboardInterrupt
-        commit(self)
+        make_history(self)
 
     packed, handle = patched(host, t48)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host.quantwm_core.LayerCache, "commit", failing)
+        patch.setattr(host.quantwm_core.LayerCache, "make_history", failing)
         with pytest.raises(KeyboardInterrupt):
             run(packed, 6, 3)
     record = handle.record
     assert record["tokens"] == 36 and record["blocks"] == 1
     assert record["bytes_bf16"] == 3 * 36 * 2 * 48 * 4  # three layer-blocks of keys and values
+    # One of them waits for its group in full precision (float32 here), with the moment of its queries.
+    assert record["bytes_unpacked"] == 36 * 2 * 48 * 8 + 2 * 48 * 48 * 4
 
 
 def test_patches_of_other_nodes_are_named_when_they_are_replaced(host, t48, caplog):
