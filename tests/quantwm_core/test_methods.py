@@ -176,4 +176,5 @@ def test_an_outlier_token_is_measured_and_bounded(method):
     k[:, 0] *= 100
     _, values, _ = roundtrip(k, method=method, key_bits=16)
     lost = ((values - k)[:, 1:].square().sum() / k[:, 1:].square().sum()).item()
-    assert lost < {"quantwm": 0.45, "quantwm-paper": 0.25, "rtn": 0.25}[method]
+    bounds = {"quantwm": 0.45, "quantwm-paper": 0.25, "rtn": 0.25, "quarot": 0.25, "kivi": 0.2, "qvg": 0.55}
+    assert lost < bounds.get(method, 0.4)
