@@ -40,5 +40,8 @@ def test_memory_is_planned_for_what_settings_keep_in_full_precision():
     layer = full / 30
     assert estimate_bytes(CacheSettings(), geometry, 37_440) < 0.3 * full
     assert estimate_bytes(CacheSettings(cache_device="cpu"), geometry, 37_440) == pytest.approx(layer)
+    assert estimate_bytes(CacheSettings(cache_device="cpu", jensen="exact"), geometry, 37_440) == pytest.approx(
+        2 * layer
+    )
     for kept in ({"keep_recent_blocks": 64}, {"span_blocks": 8}, {"cache_device": "cpu", "keep_first_blocks": 1}):
         assert estimate_bytes(CacheSettings(**kept), geometry, 37_440) == pytest.approx(full + layer)
