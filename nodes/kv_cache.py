@@ -174,7 +174,7 @@ class QuantWMKVCache(io.ComfyNode):
                     tooltip=(
                         "Takes back the extra attention that rounded keys draw by their noise, with any method. "
                         "off (default) is fastest. second-order costs little; exact is slow and for "
-                        "measurements. Try it with rtn, kivi or quarot, whose noise it models best."
+                        "measurements. It pays where attention spreads over many keys, and costs where a few win."
                     ),
                 ),
             ],
