@@ -88,7 +88,7 @@ class FusedQuantWM(QuantWM):
         else:
             book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
             operands = codebook_operands(book, None, v.dtype)
-        if state.value_metric is not None and self.wants_value_metric(state):
+        if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
             state.learn("v_feedback", tokens, v_feedback=_value_feedback(state.value_metric()))
         matched = match(v, book, operands, s.value_bits, s.group_size)
         feedback = state.shared.get("v_feedback")

@@ -90,7 +90,8 @@ OVERHEAD_BITS = 1.25
 
 
 def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int) -> int:
-    """Memory to plan for a run of `tokens` tokens: packed cache, one decoded layer, and blocks that wait to be packed.
+    """Memory to plan for a run of `tokens` tokens: packed cache, one decoded layer (two where attention is corrected),
+    and blocks that wait to be packed.
 
     How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
     """
@@ -99,8 +100,9 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
     stored = 0 if settings.cache_device == "cpu" else bf16 * sum(bits) / 32
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
+    decoded = bf16 / geometry.layers * (1 if settings.jensen == "off" else 2)
     waiting = min(2 * GROUP_BYTES, bf16)
-    return round(stored + bf16 / geometry.layers + waiting)
+    return round(stored + decoded + waiting)
 
 
 def _ratio(numerator: int, denominator: int) -> float:

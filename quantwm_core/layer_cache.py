@@ -20,14 +20,25 @@ from .stopwatch import Stopwatch
 
 @dataclass
 class Entry:
-    """A stored piece and the lengths, in tokens, of the committed blocks in it."""
+    """A stored piece and the lengths, in tokens, of the committed blocks in it.
+
+    continues: the first of them began in the entry before.
+    """
 
     stored: RawBlock | PackedSpan
     lengths: list[int]
+    continues: bool = False
 
     @property
     def blocks(self) -> int:
-        return len(self.lengths)
+        """Blocks that begin here."""
+        return len(self.lengths) - self.continues
+
+    def split(self, tokens: int) -> list[Entry]:
+        """A block in full precision as its first `tokens` tokens and the rest."""
+        k, v, moment = self.stored.k, self.stored.v, self.stored.moment
+        first, rest = RawBlock(k[:, :tokens], v[:, :tokens], moment), RawBlock(k[:, tokens:], v[:, tokens:], moment)
+        return [Entry(first, [first.tokens], self.continues), Entry(rest, [rest.tokens], True)]
 
     def shorten(self, stored: RawBlock | PackedSpan) -> None:
         """Keep the beginning that `stored` holds."""
@@ -219,22 +230,47 @@ class LayerCache:
             )
 
     def ready_groups(self) -> list[list[int]]:
-        """Entries to pack now, a list for each span: whole spans only, from the oldest on."""
+        """Entries to pack now, a list for each span: whole spans only, from the oldest on.
+
+        An entry in which a method's window of recent tokens begins is cut in two.
+        """
         s = self.settings
         per_span = max(1, s.span_blocks)
         last = self.blocks - s.keep_recent_blocks
         ready: list[int] = []
         block = 0
         for index, entry in enumerate(self.entries):
-            if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= block < last:
+            if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= block - entry.continues < last:
                 ready.append(index)
             block += entry.blocks
+        if self.method.recent_tokens and ready:
+            ready = self._older_than_recent(ready)
+            per_span = max(1, len(ready))
         return [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
+
+    def _older_than_recent(self, ready: list[int]) -> list[int]:
+        """Of entries ready to be packed, those older than the method's window of recent tokens, in whole token groups.
+
+        The entry in which the window begins is cut in two.
+        """
+        held = sum(self.entries[index].stored.tokens for index in ready)
+        after = sum(entry.stored.tokens for entry in self.entries[ready[-1] + 1 :])
+        take = held - max(0, self.method.recent_tokens - after)
+        take -= take % self.method.token_group
+        older = []
+        for index in ready:
+            if take <= 0:
+                break
+            if self.entries[index].stored.tokens > take:
+                self.entries[index : index + 1] = self.entries[index].split(take)
+            older.append(index)
+            take -= self.entries[index].stored.tokens
+        return older
 
     def replace(self, group: list[int], span: PackedSpan) -> None:
         """Put a span in the place of the entries it was packed from."""
         lengths = [length for i in group for length in self.entries[i].lengths]
-        self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths)]
+        self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, self.entries[group[0]].continues)]
         self.pack_events += 1
         self._count(span)
 

@@ -103,7 +103,7 @@ class Packer:
 def pack_ready(layers: Sequence[LayerCache]) -> None:
     """Pack what the settings allow, in all layers of a group; all hold the same blocks."""
     packer = layers[0].packer
-    groups = layers[0].ready_groups()
+    groups = [layer.ready_groups() for layer in layers][0]
     spans = [packer.pack([[layer.entries[i].stored for i in group] for layer in layers]) for group in groups]
     # Back to front, so that indices stay valid.
     for group, packed in reversed(list(zip(groups, spans, strict=True))):

@@ -19,12 +19,15 @@ PER_TOKEN = {
     "v_ids",
     "k_scales",
     "v_scales",
+    "v_zeros",
     "zeros",
     "k_psac_c",
     "k_psac_c_scales",
-    "k_raw",
-    "v_raw",
 }
+# Keys or values that were not packed, `[B, S, H, D]`.
+RAW_SIDES = {"k_raw", "v_raw"}
+# Tensors with an axis of token groups, `[B, H, ceil(S / group_size), ...]`.
+PER_TOKEN_GROUP = {"k_group_scales", "k_group_zeros"}
 
 
 def part_of(name: str) -> str:
@@ -59,6 +62,10 @@ class PackedSpan:
     def batch(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
 
+    def by_head(self) -> dict[str, torch.Tensor]:
+        """Tensors `[B * H, ...]`, as codecs take them; what was not packed stays `[B, S, H, D]`."""
+        return {name: t if name in RAW_SIDES else t.flatten(0, 1) for name, t in self.tensors.items()}
+
     def batch_slice(self, index: slice) -> PackedSpan:
         """The same tokens of some batch entries; shares storage."""
         return replace(self, tensors={name: t[index] for name, t in self.tensors.items()})
@@ -69,10 +76,15 @@ class PackedSpan:
 
     def narrow(self, tokens: int) -> PackedSpan:
         """The first `tokens` tokens, in storage of their own, so that the rest is really freed."""
+        groups = -(-tokens // self.group_size)
 
         def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if name in PER_TOKEN:
-                return tensor.narrow(1 if name.endswith(RAW) else 2, 0, tokens).clone()
+                return tensor[:, :, :tokens].clone()
+            if name in PER_TOKEN_GROUP:
+                return tensor[:, :, :groups].clone()
+            if name in RAW_SIDES:
+                return tensor[:, :tokens].clone()
             return tensor if self.shares == 1 else tensor.clone()
 
         return replace(self, tokens=tokens, shares=1, tensors={n: cut(n, t) for n, t in self.tensors.items()})

@@ -18,7 +18,7 @@ import torch
 from ..codec.bits import pack_bits, unpack_bits
 from ..codec.codebook import Codebook, gather_centroids
 from ..codec.feedback import feedback_matrix, quantize_with_feedback
-from ..codec.groups import spread_groups
+from ..codec.groups import group_count, spread_groups
 from ..codec.kmeans import ITERATIONS, WARM_ITERATIONS, evenly_spaced, kmeans, nearest_centroid, scattered_tokens
 from ..codec.midrise import (
     decode_log_scales,
@@ -30,6 +30,7 @@ from ..codec.midrise import (
 )
 from ..codec.psac import decode_coefficients_int4, encode_coefficients_int4, leading_eigenvectors
 from ..codec.qsac import BUCKETS, assign_query_sensitive, channel_weights
+from ..jensen import KeySteps
 from ..query_stats import QueryStats
 from ..settings import MAX_CENTROIDS, CacheSettings
 from ..span import PackedSpan, by_heads, from_heads
@@ -63,6 +64,7 @@ class QuantWM:
     correction: bool = True
     name: str = "quantwm"
     uses_earlier_queries = False
+    recent_tokens = 0
 
     @property
     def uses_queries(self) -> bool:
@@ -71,9 +73,6 @@ class QuantWM:
     @property
     def rehearses(self) -> bool:
         return self.uses_queries
-
-    def wants_value_metric(self, state: LayerState) -> bool:
-        return self.feedback and self.settings.value_bits != 16 and "v_feedback" not in state.shared
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan:
         batch, tokens, heads, head_dim = k.shape
@@ -91,7 +90,7 @@ class QuantWM:
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` in the dtype they came in."""
-        flat = {n: t if n.endswith("_raw") else t.flatten(0, 1) for n, t in span.tensors.items()}
+        flat = span.by_head()
         keys, values = flat.get("k_raw"), flat.get("v_raw")
         if keys is None:
             keys = _decode_residual(flat, "k", span.key_bits, span) + _decode_correction(flat, span.rank)
@@ -99,6 +98,15 @@ class QuantWM:
         if values is None:
             values = from_heads(_decode_residual(flat, "v", span.value_bits, span), span.batch, span.dtype)
         return keys, values
+
+    def key_steps(self, span: PackedSpan) -> list[KeySteps]:
+        flat = span.by_head()
+        scale_bits, per_octave = scale_format(span.key_bits)
+        index = unpack_bits(flat["k_scales"], scale_bits, group_count(span.head_dim, span.group_size))
+        codes = torch.arange(1 << scale_bits, dtype=torch.uint8, device=index.device).view(1, -1, 1)
+        levels = decode_log_scales(codes, flat["k_scales_top"], scale_bits, per_octave)
+        levels = levels.expand(-1, -1, index.shape[-1])
+        return [KeySteps(levels, index, span.group_size, basis=flat.get("k_psac_u"))]
 
     def _rank(self, head_dim: int) -> int:
         return min(self.settings.rank or automatic_rank(head_dim), head_dim)
@@ -139,7 +147,7 @@ class QuantWM:
             count = self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID)
             book = learn_codebook(x, count, earlier_codebook(state, "v", x.shape[0], count))
             state.learn("v_centroids", tokens, v_centroids=book.codes, v_centroids_grid=book.grid)
-        if state.value_metric is not None and self.wants_value_metric(state):
+        if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
             state.learn("v_feedback", tokens, v_feedback=feedback_matrix(state.value_metric()))
         book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
         centroids = book.decode()

@@ -39,8 +39,10 @@ def test_memory_is_planned_for_what_settings_keep_in_full_precision():
     geometry = CacheGeometry(30, 12, 128)
     full = geometry.bytes_bf16(37_440)
     # One decoded layer, and blocks that wait for the other layers of their group.
-    layer = full / 30 + 2 * GROUP_BYTES
+    layer, waiting = full / 30, 2 * GROUP_BYTES
     assert estimate_bytes(CacheSettings(), geometry, 37_440) < 0.3 * full
-    assert estimate_bytes(CacheSettings(cache_device="cpu"), geometry, 37_440) == pytest.approx(layer)
+    assert estimate_bytes(CacheSettings(cache_device="cpu"), geometry, 37_440) == pytest.approx(layer + waiting)
+    corrected = CacheSettings(cache_device="cpu", jensen="exact")
+    assert estimate_bytes(corrected, geometry, 37_440) == pytest.approx(2 * layer + waiting)
     for kept in ({"keep_recent_blocks": 64}, {"span_blocks": 8}, {"cache_device": "cpu", "keep_first_blocks": 1}):
-        assert estimate_bytes(CacheSettings(**kept), geometry, 37_440) == pytest.approx(full + layer)
+        assert estimate_bytes(CacheSettings(**kept), geometry, 37_440) == pytest.approx(full + layer + waiting)

@@ -8,8 +8,8 @@ from quantwm_core.layer_cache import PackedSpan, RawBlock
 from quantwm_core.methods import build_method
 from quantwm_core.packing import GROUP_BYTES, layers_together
 
-METHODS = ("quantwm", "quantwm-paper", "rtn")
-LAYERS, HEADS, WIDTH = 3, 2, 48
+METHODS = ("quantwm", "quantwm-paper", "rtn", "kivi", "qvg", "qvg-pro", "quarot")
+LAYERS, HEADS, WIDTH, TOKENS = 3, 2, 48, 150
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -21,8 +21,8 @@ def metric(layer: int):
     return lambda: mixing @ mixing.transpose(1, 2)
 
 
-def block(layer: int, index: int, batch: int = 1, tokens: int = 37) -> list[torch.Tensor]:
-    return [normal(batch, tokens, HEADS, WIDTH, seed=10 * layer + index + 1000 * side) for side in range(3)]
+def block(layer: int, index: int, batch: int = 1) -> list[torch.Tensor]:
+    return [normal(batch, TOKENS, HEADS, WIDTH, seed=10 * layer + index + 1000 * side) for side in range(3)]
 
 
 def world(batch: int = 1, **settings) -> WorldCache:
@@ -34,6 +34,15 @@ def add_block(cache: WorldCache, index: int, batch: int = 1, layers: int = LAYER
     for i in range(layers):
         cache.layers[i].append(*block(i, index, batch))
         cache.commit(i)
+
+
+def held_bytes(cache: WorldCache) -> int:
+    """Bytes of all storages that the cache refers to."""
+    tensors = [t for layer in cache.layers for t in layer.state.tensors()]
+    for piece in (entry.stored for layer in cache.layers for entry in layer.entries):
+        tensors += piece.tensors.values() if isinstance(piece, PackedSpan) else [piece.k, piece.v, piece.moment]
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -53,7 +62,7 @@ def test_each_layer_gets_what_it_would_get_alone(method, batch):
         for found, expected in zip(together.read(), single.read(), strict=True):
             # A sum taken in another order can move a value to the next code.
             assert (found - expected).abs().gt(1e-3).float().mean() < 0.01
-        assert together.pack_events == single.pack_events == 3
+        assert together.pack_events == single.pack_events > 0
         if batch == 1:
             assert together.usage() == single.usage()
 
@@ -63,10 +72,7 @@ def test_the_bill_is_the_storages(method):
     cache = world(method=method)
     for index in range(3):
         add_block(cache, index)
-    tensors = [t for layer in cache.layers for entry in layer.entries for t in entry.stored.tensors.values()]
-    tensors += [t for layer in cache.layers for t in layer.state.tensors()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    assert sum(cache.usage().values()) == sum(storages.values())
+    assert sum(cache.usage().values()) == held_bytes(cache)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -76,21 +82,17 @@ def test_rewinding_a_part_of_a_span_frees_it(method, bits):
     add_block(cache, 0)
     before = [layer.read() for layer in cache.layers]
     for layer in cache.layers:
-        layer.rewind(17)
+        layer.rewind(TOKENS - 20)
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         left = layer.read()
         torch.testing.assert_close(left[0], keys[:, :20], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(left[1], values[:, :20], rtol=1e-5, atol=1e-5)
-    tensors = [t for layer in cache.layers for entry in layer.entries for t in entry.stored.tensors.values()]
-    tensors += [t for layer in cache.layers for t in layer.state.tensors()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    spans = sum(sum(layer.usage().values()) for layer in cache.layers)
-    assert spans == pytest.approx(sum(storages.values()), abs=LAYERS * len(tensors))
+    assert sum(cache.usage().values()) == held_bytes(cache)
     for layer in cache.layers:
         layer.rewind(20)
     assert not sum(cache.usage().values())
     add_block(cache, 1)
-    assert all(layer.committed == 37 for layer in cache.layers)
+    assert all(layer.committed == TOKENS for layer in cache.layers)
 
 
 def test_an_interrupted_group_stays_readable():
@@ -99,9 +101,9 @@ def test_an_interrupted_group_stays_readable():
     add_block(cache, 1, layers=2)
     stored = [[type(entry.stored) for entry in layer.entries] for layer in cache.layers]
     assert stored == [[PackedSpan, RawBlock]] * 2 + [[PackedSpan]]
-    assert cache.record()["tokens"] == 37
+    assert cache.record()["tokens"] == TOKENS
     keys, values = cache.layers[0].read()
-    assert torch.equal(keys[:, 37:], block(0, 1)[0]) and torch.equal(values[:, 37:], block(0, 1)[1])
+    assert torch.equal(keys[:, TOKENS:], block(0, 1)[0]) and torch.equal(values[:, TOKENS:], block(0, 1)[1])
 
 
 def test_groups_hold_a_bounded_amount_of_full_precision():
