@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from quantwm_core.comparison import compare, comparison_report
@@ -100,6 +101,23 @@ def test_frames_are_taken_as_they_would_be_saved():
     opaque = torch.cat((second, torch.rand(2, 37, 53, 1)), dim=-1)
     assert compare(first, opaque).psnr == compare(first, second).psnr
     assert compare(first, torch.where(second >= 1, 7.0, second)).psnr == compare(first, second).psnr
+
+
+def test_nothing_that_is_made_grows_with_the_video():
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.elements = max(self.elements, made.numel())
+            return made
+
+    frame = torch.rand(1, 24, 24, 3)
+    first, second = frame.expand(200, -1, -1, -1), (frame * 0.9).expand(200, -1, -1, -1)
+    with Largest() as largest:
+        assert len(compare(first, second).ssim) == 200
+    assert largest.elements < 10 * frame.numel()
 
 
 def test_one_frame_and_half_precision():
