@@ -27,6 +27,17 @@ def affine_grid(residual: torch.Tensor, bits: int, group_size: int) -> tuple[tor
     return scale, zero.to(torch.uint8)
 
 
+def symmetric_grid(residual: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero-point of each group, of a grid that is symmetric around 0: ternary at 2 bits.
+
+    scale = max |r| / (2^(bits-1) - 1), as Quant VideoGen rounds residuals (arXiv 2602.02958); shapes as `affine_grid`.
+    The code above the largest one of a symmetric grid, `2 * zero + 1`, must not be used.
+    """
+    largest = (1 << (bits - 1)) - 1
+    scale = split_groups(residual, group_size).abs().amax(-1) / largest
+    return scale, torch.full_like(scale, largest, dtype=torch.uint8)
+
+
 def affine_quantize(
     residual: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, group_size: int
 ) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from .codebook import gather_centroids
 from .groups import split_groups
 from .kmeans import token_chunks
+from .psac import leading_eigenvectors
 
 
 def channel_weights(moment: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -19,7 +20,12 @@ def channel_weights(moment: torch.Tensor | None, like: torch.Tensor) -> torch.Te
 
 
 def assign_query_sensitive(
-    keys: torch.Tensor, centroids: torch.Tensor, weights: torch.Tensor, group_size: int, candidates: int
+    keys: torch.Tensor,
+    centroids: torch.Tensor,
+    weights: torch.Tensor,
+    group_size: int,
+    candidates: int,
+    metric: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pick, among the nearest centroids in the query metric, the one that leaves the cheapest residual range.
 
@@ -28,22 +34,32 @@ def assign_query_sensitive(
 
     Args:
         keys: float `[N, S, D]`; centroids: float `[N, K, D]`; weights: float `[N, D]`.
+        metric: symmetric positive semidefinite `[N, D, D]`; candidates then minimise (k - mu)^T metric (k - mu).
 
     Returns:
         int64 `[N, S]`.
     """
     candidates = min(candidates, centroids.shape[1])
-    root = weights.sqrt().unsqueeze(1)
-    scaled = centroids * root
+    root = weights.sqrt().unsqueeze(1) if metric is None else _root(metric)
+    seen = torch.mul if metric is None else torch.matmul
+    scaled = seen(centroids, root)
     half_norms = scaled.square().sum(-1).unsqueeze(1) / 2
     group_weights = split_groups(weights, group_size).sum(-1).unsqueeze(1)
     pieces = []
     for part in token_chunks(keys.shape[0], keys.shape[1], max(centroids.shape[1], keys.shape[2])):
         block = keys[:, part]
-        table = half_norms - (block * root) @ scaled.transpose(1, 2)
+        table = half_norms - seen(block, root) @ scaled.transpose(1, 2)
         nearest = table.topk(candidates, dim=-1, largest=False, sorted=True).indices
         pieces.append(_cheapest_range(block, centroids, nearest, group_weights, group_size))
     return torch.cat(pieces, dim=1)
+
+
+def _root(metric: torch.Tensor) -> torch.Tensor:
+    """R with R R^T = metric, float `[N, D, D]`, at unit mean of the diagonal; zero where the metric is."""
+    mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(1e-30)
+    vectors = leading_eigenvectors(metric, metric.shape[-1])
+    values = (vectors * (metric / mean @ vectors)).sum(1, keepdim=True)
+    return vectors * values.clamp_min(0).sqrt()
 
 
 def _cheapest_range(

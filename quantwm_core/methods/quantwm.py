@@ -56,12 +56,17 @@ class KeySteering:
 
 @dataclass(frozen=True)
 class QuantWM:
-    """Our default method. `feedback` and `correction` switch parts off for ablations."""
+    """Our default method. `feedback` and `correction` switch parts off for ablations.
+
+    full_metric: candidates are the nearest centroids under the queries' whole second moment, not its diagonal; an
+        ablation of the PyTorch encoder alone.
+    """
 
     settings: CacheSettings
     feedback: bool = True
     correction: bool = True
     name: str = "quantwm"
+    full_metric: bool = False
     uses_earlier_queries = False
 
     @property
@@ -114,7 +119,8 @@ class QuantWM:
         book = learn_codebook(x, self.centroid_count(x.shape[1], KEY_TOKENS_PER_CENTROID))
         centroids = book.decode()
         weights = channel_weights(moment, x)
-        ids = assign_query_sensitive(x, centroids, weights, self.settings.group_size, self.settings.candidates)
+        metric = moment if self.full_metric else None
+        ids = assign_query_sensitive(x, centroids, weights, self.settings.group_size, self.settings.candidates, metric)
         residual = x - gather_centroids(centroids, ids)
         tensors, decoded = self._encode_residual("k", residual, ids, self.settings.key_bits, steering.feedback)
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..codec.affine import affine_dequantize, affine_grid, affine_quantize, decode_scales, encode_scales
+from ..codec.affine import (
+    affine_dequantize,
+    affine_grid,
+    affine_quantize,
+    decode_scales,
+    encode_scales,
+    symmetric_grid,
+)
 from ..codec.bits import pack_bits, packed_width, unpack_bits
 from ..codec.codebook import gather_centroids
 from ..codec.groups import group_count
@@ -41,13 +48,19 @@ def automatic_centroids(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class QuantWMPaper:
-    """The published method; `centroids=False`, `query_sensitive=False`, `correction=False` give its ablations."""
+    """The published method; `centroids=False`, `query_sensitive=False`, `correction=False` give its ablations.
+
+    symmetric: residuals on a grid around zero (ternary at 2 bits) in place of the affine one, in the same layout.
+    full_metric: candidates are the nearest centroids under the queries' whole second moment, not its diagonal.
+    """
 
     settings: CacheSettings
     name: str = "quantwm-paper"
     centroids: bool = True
     query_sensitive: bool = True
     correction: bool = True
+    symmetric: bool = False
+    full_metric: bool = False
 
     rehearses = False
 
@@ -113,10 +126,12 @@ class QuantWMPaper:
             base = gather_centroids(book.float(), ids)
             tensors = {f"{prefix}_centroids": book, f"{prefix}_ids": ids.to(torch.uint8)}
         residual = x - base
-        wanted, zero = affine_grid(residual, bits, group_size)
+        wanted, zero = (symmetric_grid if self.symmetric else affine_grid)(residual, bits, group_size)
         scale_codes, factor = encode_scales(wanted)
         scale = decode_scales(scale_codes, factor)
         codes = affine_quantize(residual, scale, zero, bits, group_size)
+        if self.symmetric:
+            codes = codes.clamp_max((1 << bits) - 2)
         tensors |= {f"{prefix}_codes": pack_bits(codes, bits)}
         tensors |= {f"{prefix}_scales": scale_codes, f"{prefix}_scales_factor": factor}
         return tensors, zero, base + affine_dequantize(codes, scale, zero, group_size)
@@ -125,7 +140,8 @@ class QuantWMPaper:
         if prefix == "v" or not self.query_sensitive:
             return nearest_centroid(x, book)
         weights = channel_weights(moment, x)
-        return assign_query_sensitive(x, book, weights, self.settings.group_size, self.settings.candidates)
+        metric = moment if self.full_metric else None
+        return assign_query_sensitive(x, book, weights, self.settings.group_size, self.settings.candidates, metric)
 
 
 def _pack_zeros(zeros: dict[str, torch.Tensor], key_bits: int, value_bits: int) -> torch.Tensor:
