@@ -135,18 +135,18 @@ def per_world_psnr(frames: torch.Tensor, reference: torch.Tensor, ceiling: float
     return [min(ceiling, float(peak_signal_noise_ratio(a, b, data_range=1.0))) for a, b in pairs]
 
 
+def per_world_flicker(frames: torch.Tensor, reference: torch.Tensor) -> list[float]:
+    """Flicker of each world against its reference in 8-bit levels, mean over its frames."""
+    differences = frames.float() - reference.to(frames).float()
+    return [flicker_between(world[1:], world[:-1]) for world in differences]
+
+
 def per_world_ssim(frames: torch.Tensor, reference: torch.Tensor) -> list[float]:
     """Structural similarity of each world, mean over its frames."""
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     pairs = zip(frames.float().movedim(-1, 2), reference.to(frames).float().movedim(-1, 2))
     return [float(structural_similarity_index_measure(a, b, data_range=1.0)) for a, b in pairs]
-
-
-def per_world_flicker(frames: torch.Tensor, reference: torch.Tensor) -> list[float]:
-    """Flicker of each world against its reference in 8-bit levels, mean over its frames."""
-    differences = frames.float() - reference.to(frames).float()
-    return [flicker_between(world[1:], world[:-1]) for world in differences]
 
 
 def _unpacked_as_bf16(record: dict, bits: float) -> float:
@@ -158,10 +158,6 @@ def _unpacked_as_bf16(record: dict, bits: float) -> float:
     return packed_bits + 8 * sides
 
 
-def _rounded(table: list[list[float]]) -> list[list[float]]:
-    return [[round(value, 5) for value in row] for row in table]
-
-
 def _mean(values: list[float]) -> float:
     return round(sum(values) / len(values), 4)
 
@@ -171,6 +167,10 @@ def _ci95(values: list[float]) -> float:
     if len(values) < 2:
         return math.nan
     return round(1.96 * float(torch.tensor(values).std()) / math.sqrt(len(values)), 4)
+
+
+def _rounded(table: list[list[float]]) -> list[list[float]]:
+    return [[round(value, 5) for value in row] for row in table]
 
 
 def run(arguments: argparse.Namespace) -> dict:

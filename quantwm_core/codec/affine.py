@@ -9,33 +9,30 @@ from .groups import split_groups, spread_groups
 SCALE_LEVELS = 255
 
 
-def affine_grid(residual: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def affine_grid(
+    residual: torch.Tensor, bits: int, group_size: int, symmetric: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero-point of each group; the range is stretched to contain 0, or INT2 zero-points would clamp.
 
     Args:
         residual: float `[N, S, D]`.
+        symmetric: the range is from -max |r| to max |r| in an odd number of levels, three at 2 bits, as Quant VideoGen
+            rounds residuals (arXiv 2602.02958). The largest code, 2**bits - 1, must not be used then.
 
     Returns:
         scale float `[N, S, G]` (0 for an all-zero group), zero-point uint8 `[N, S, G]`.
     """
     groups = split_groups(residual, group_size)
+    if symmetric:
+        largest = (1 << (bits - 1)) - 1
+        scale = groups.abs().amax(-1) / largest
+        return scale, torch.full_like(scale, largest, dtype=torch.uint8)
     low = groups.amin(-1).clamp_max(0)
     high = groups.amax(-1).clamp_min(0)
     top = (1 << bits) - 1
     scale = (high - low) / top
     zero = torch.where(scale > 0, -low / scale, 0.0).round().clamp(0, top)
     return scale, zero.to(torch.uint8)
-
-
-def symmetric_grid(residual: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero-point of each group, of a grid that is symmetric around 0: ternary at 2 bits.
-
-    scale = max |r| / (2^(bits-1) - 1), as Quant VideoGen rounds residuals (arXiv 2602.02958); shapes as `affine_grid`.
-    The code above the largest one of a symmetric grid, `2 * zero + 1`, must not be used.
-    """
-    largest = (1 << (bits - 1)) - 1
-    scale = split_groups(residual, group_size).abs().amax(-1) / largest
-    return scale, torch.full_like(scale, largest, dtype=torch.uint8)
 
 
 def affine_quantize(

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..codec.affine import (
-    affine_dequantize,
-    affine_grid,
-    affine_quantize,
-    decode_scales,
-    encode_scales,
-    symmetric_grid,
-)
+from ..codec.affine import affine_dequantize, affine_grid, affine_quantize, decode_scales, encode_scales
 from ..codec.bits import pack_bits, packed_width, unpack_bits
 from ..codec.codebook import gather_centroids
 from ..codec.groups import group_count
@@ -126,7 +119,7 @@ class QuantWMPaper:
             base = gather_centroids(book.float(), ids)
             tensors = {f"{prefix}_centroids": book, f"{prefix}_ids": ids.to(torch.uint8)}
         residual = x - base
-        wanted, zero = (symmetric_grid if self.symmetric else affine_grid)(residual, bits, group_size)
+        wanted, zero = affine_grid(residual, bits, group_size, self.symmetric)
         scale_codes, factor = encode_scales(wanted)
         scale = decode_scales(scale_codes, factor)
         codes = affine_quantize(residual, scale, zero, bits, group_size)

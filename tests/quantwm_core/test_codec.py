@@ -126,13 +126,13 @@ def test_candidates_under_the_whole_metric_follow_their_formula():
 def test_a_symmetric_grid_is_ternary_at_two_bits():
     residual = normal(2, 30, 48)
     residual[0, 3] = 0
-    scale, zero = affine.symmetric_grid(residual, 2, 16)
+    scale, zero = affine.affine_grid(residual, 2, 16, symmetric=True)
     codes = affine.affine_quantize(residual, scale, zero, 2, 16)
     peaks = residual.double().view(2, 30, 3, 16).abs().amax(-1).repeat_interleave(16, -1)
     steps = (residual.double() / peaks).nan_to_num().round()
     assert set(codes.unique().tolist()) == {0, 1, 2}
     assert torch.allclose(affine.affine_dequantize(codes, scale, zero, 16).double(), steps * peaks, rtol=1e-6)
-    assert (affine.symmetric_grid(residual, 4, 16)[1] == 7).all()
+    assert (affine.affine_grid(residual, 4, 16, symmetric=True)[1] == 7).all()
 
 
 def test_eigenvectors_span_the_leading_subspace():
