@@ -82,20 +82,21 @@ class Span:
         value_count = self.method.centroid_count(tokens, self.core.VALUE_TOKENS_PER_CENTROID)
         moment = self.moment.flatten(0, 1)
         centroids = code["encode_codebook"].learn_centroids(self.k, key_count)
-        book, operands = code["encode_codebook"].round_codebook(centroids, moment)
+        book, operands = code["encode_codebook"].round_codebook(centroids, moment, self.k.dtype)
         matched = pairs.match(self.k, book, operands, 2, 64, s.candidates)
         basis = code["statistics"].leading_eigenvectors(moment, 16)
         feedback = code["statistics"].feedback_weights(moment, basis)
         residual = code["encode_residual"]
         _, raw, peaks = residual.encode_residual("k", self.k, book, matched, 2, 64, feedback, basis)
         value_book, value_operands = code["encode_codebook"].round_codebook(
-            code["encode_codebook"].learn_centroids(self.v, value_count), None
+            code["encode_codebook"].learn_centroids(self.v, value_count), None, self.v.dtype
         )
         value_match = pairs.match(self.v, value_book, value_operands, 2, 64)
         return {
             "query moment": lambda: code["statistics"].second_moment(self.q),
             "key centroids": lambda: code["encode_codebook"].learn_centroids(self.k, key_count),
-            "key codebook": lambda: code["encode_codebook"].round_codebook(centroids, moment),
+            "key centroids, warm": lambda: code["encode_codebook"].learn_centroids(self.k, key_count, book),
+            "key codebook": lambda: code["encode_codebook"].round_codebook(centroids, moment, self.k.dtype),
             "key match": lambda: pairs.match(self.k, book, operands, 2, 64, s.candidates),
             "basis": lambda: code["statistics"].leading_eigenvectors(moment, 16),
             "key feedback": lambda: code["statistics"].feedback_weights(moment, basis),

@@ -170,7 +170,7 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--blocks", nargs="+", type=int, default=[3, 1], metavar="N", help="latent frames of a block")
     options.add_argument("--methods", nargs="+", metavar="NAME", help="only these methods, and native")
-    options.add_argument("--profile", type=Path, metavar="FOLDER", help="also profile one run of each best-of row")
+    options.add_argument("--profile", type=Path, metavar="FOLDER", help="also profile runs of quantwm")
     arguments = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device.type == "cuda"
@@ -190,7 +190,7 @@ def main() -> None:
                 row["ratio_peak"] = row["peak_gib_without_weights"] / native["peak_gib_without_weights"]
             rows.append(row)
             print_table(rows[-1:], COLUMNS)
-            if arguments.profile and gpu and variant.runs > 1:
+            if arguments.profile and gpu and variant.runs > 1 and variant.method == "quantwm":
                 profile(variant, model, shape, block, arguments.profile)
             # Row by row: what was measured survives a run that is cut short.
             write_json(arguments.json, "benchmarks.generate", rows)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..quantwm_core.span import RawBlock
 from .decode import FLOAT_ONE, format_constants
+from .sizes import ceil_div
 from .tables import PieceTable
 from .tiles import (
     KEYS,
@@ -182,12 +183,12 @@ def _launch(rows, tiles, queries, k, v, numbers):
     aligned, *form = numbers
     batch, count, heads, head_dim = queries.shape
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    constants = format_constants(form, head_dim, bool(aligned))
+    constants = dict(format_constants(tuple(form), head_dim, bool(aligned)))
     # Scales enter the product with the coefficients, and Triton 3.6 then mixes up products over 16 ranks.
     constants["R"] = max(32, constants["R"])
     wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "ALIGNED", "CHUNK_", "FIELD_COUNT")
     shape = launch_shape(constants["W"], count)
-    attention_kernel[triton.cdiv(count, shape["M"]), heads, batch](
+    attention_kernel[ceil_div(count, shape["M"]), heads, batch](
         rows, tiles, len(tiles), queries, *queries.stride()[:3], k, v, k.shape[1], *k.stride()[:3], *v.stride()[:3],
         out, *out.stride()[:3], heads, count, head_dim**-0.5 * LOG2_E, FLOAT_ONE,
         **{name: constants[name] for name in wanted}, **shape,

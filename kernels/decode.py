@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -12,6 +13,7 @@ from triton.runtime.errors import TritonError
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
+from .sizes import ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, piece_table
 from .tiles import (
     BITMAP,
@@ -220,11 +222,12 @@ def decode_kernel(
 
 def tile_width(head_dim: int) -> int:
     """Channels of a tile: a power of two that a matrix product can take."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power(head_dim))
 
 
-def format_constants(numbers: list[int], head_dim: int, aligned: bool) -> dict:
-    """Compile-time constants for a format (see `tables.Format.numbers`)."""
+@lru_cache
+def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> dict:
+    """Compile-time constants for a format (see `tables.Format.numbers`); not to be changed."""
     key_bits, value_bits, group_size, rank, sparse, midrise, book = numbers
     groups = -(-head_dim // group_size)
     if key_bits == value_bits:
@@ -241,7 +244,7 @@ def format_constants(numbers: list[int], head_dim: int, aligned: bool) -> dict:
         "GROUP": group_size,
         "RANK": rank,
         # Triton 3.6 mixes up the terms of a product over 16 ranks when they come from INT4 in bytes.
-        "R": max(32 if midrise and (rank % 4 or not aligned) else 16, triton.next_power_of_2(rank)),
+        "R": max(32 if midrise and (rank % 4 or not aligned) else 16, next_power(rank)),
         "MIDRISE": bool(midrise),
         "BOOK": bool(book),
         "SPARSE": bool(sparse),
@@ -306,8 +309,8 @@ def _(rows, tiles, k, v, keys, values, numbers):
 def _launch(rows, tiles, k, v, keys, values, numbers):
     tokens, origin, aligned, *form = numbers
     batch, _, heads, head_dim = keys.shape
-    constants = format_constants(form, head_dim, bool(aligned))
-    grid = (2 * heads, len(tiles) + triton.cdiv(k.shape[1], CHUNK), batch)
+    constants = format_constants(tuple(form), head_dim, bool(aligned))
+    grid = (2 * heads, len(tiles) + ceil_div(k.shape[1], CHUNK), batch)
     decode_kernel[grid](
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
         keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,

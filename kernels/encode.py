@@ -18,6 +18,7 @@ from ..quantwm_core.methods.quantwm import (
     KEY_TOKENS_PER_CENTROID,
     VALUE_TOKENS_PER_CENTROID,
     KeySteering,
+    earlier_codebook,
     key_basis,
     key_directions,
     key_feedback,
@@ -62,11 +63,13 @@ class FusedQuantWM(QuantWM):
         return KeySteering(basis, _key_feedback(moment, basis) if moment is not None and self.feedback else None)
 
     def _encode_keys(
-        self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering
+        self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering, state: LayerState
     ) -> dict[str, torch.Tensor]:
         k, s = _rows(k), self.settings
-        count = self.centroid_count(k.shape[1], KEY_TOKENS_PER_CENTROID)
-        book, operands = round_codebook(learn_centroids(k, count), moment)
+        tokens, count = k.shape[1], self.centroid_count(k.shape[1], KEY_TOKENS_PER_CENTROID)
+        before = earlier_codebook(state, "k", k.shape[0] * k.shape[2], count)
+        book, operands = round_codebook(learn_centroids(k, count, before), moment, k.dtype)
+        state.learn("k_centroids", tokens, k_centroids=book.codes, k_centroids_grid=book.grid)
         matched = match(k, book, operands, s.key_bits, s.group_size, s.candidates)
         basis = steering.basis
         tensors, raw, peaks = encode_residual("k", k, book, matched, s.key_bits, s.group_size, steering.feedback, basis)
@@ -79,12 +82,13 @@ class FusedQuantWM(QuantWM):
         v, s, tokens = _rows(v), self.settings, v.shape[1]
         if state.due("v_centroids"):
             count = self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID)
-            book, operands = round_codebook(learn_centroids(v, count), None)
+            before = earlier_codebook(state, "v", v.shape[0] * v.shape[2], count)
+            book, operands = round_codebook(learn_centroids(v, count, before), None, v.dtype)
             state.learn("v_centroids", tokens, v_centroids=book.codes, v_centroids_grid=book.grid)
         else:
             book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
-            operands = codebook_operands(book, None)
-        if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
+            operands = codebook_operands(book, None, v.dtype)
+        if state.value_metric is not None and self.wants_value_metric(state):
             state.learn("v_feedback", tokens, v_feedback=_value_feedback(state.value_metric()))
         matched = match(v, book, operands, s.value_bits, s.group_size)
         feedback = state.shared.get("v_feedback")

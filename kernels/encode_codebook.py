@@ -1,6 +1,6 @@
 """Codebooks: k-means over a scattered sample of tokens, 4-bit centroids, and what finding the nearest one needs.
 
-Cluster sums are integers (channels centred and scaled), so that adding them up in any order gives the same bits.
+Workspace of k-means: the sums of each program's share of the tokens, about 17 MiB at 256 centroids of 128 channels.
 """
 
 from __future__ import annotations
@@ -12,159 +12,154 @@ import triton
 import triton.language as tl
 
 from ..quantwm_core.codec.codebook import Codebook
-from ..quantwm_core.codec.kmeans import ITERATIONS, scatter_step
+from ..quantwm_core.codec.kmeans import ITERATIONS, WARM_ITERATIONS, scatter_step
 from ..quantwm_core.methods.quantwm import SAMPLE_PER_CENTROID
 from .encode_tiles import (
-    LARGEST,
     SLICE,
-    distance_keys,
-    distance_start,
+    as_operand,
+    centroid_bias,
     head_pointer,
     load_centroids,
     load_grid,
-    load_rows,
     round_bf16,
     round_even,
+    round_to,
+    with_index,
 )
+from .sizes import ceil_div, next_power
 
 TILE = 64
-# Centroids that a program compares its tokens with at a time.
-CENTROID_TILE = 64
-LAUNCH = {"num_warps": 4, "num_stages": 2}
+# Programs of a round over all heads: about one for each multiprocessor of a large GPU.
+PROGRAMS = 132
 SLICE_LAUNCH = {"num_warps": 4}
-# Tokens that show the range of each channel, beside those that k-means begins with.
-RANGE_TOKENS = 128
-# Values are clipped at this many times that range, in the sums alone.
-HEADROOM = tl.constexpr(8.0)
 
 
 @dataclass
 class Operands:
-    """What distances to the centroids of a codebook are computed from; see `distance_keys`.
+    """What distances to the centroids of a codebook are computed from; see `_store_operands`.
 
-    ref float `[N, D]`, points bf16 `[N, K, D]`, bias float `[N, D / 16, K]`, weights float `[N, D]` (mean 1).
+    points in the tokens' type `[N, K, D]`, bias float `[N, D / 16, K]`, weights float `[N, D]` (mean 1).
     """
 
-    ref: torch.Tensor
     points: torch.Tensor
     bias: torch.Tensor
     weights: torch.Tensor
 
 
 @triton.jit
-def _store_operands(centred, weight, points, bias, n, part, count, D: tl.constexpr, KP: tl.constexpr):
-    """Operand and share of the bias of a slice of channels, from centroids minus ref float32 `[KP, SLICE]`."""
+def _store_operands(centroids, middle, weight, points, bias, n, part, count, D: tl.constexpr, KP: tl.constexpr):
+    """A slice of what `bias - points . x` needs to be half the weighted distance |x - c|^2, up to a constant.
+
+    x goes into that product as it is stored. Centroids enter less the middle of all of them, because rounding then
+    moves them least, and the bias is taken from the rounded ones, so that both parts mean the same centroid.
+    """
     index = tl.arange(0, KP)
     column = part * SLICE + tl.arange(0, SLICE)
-    weighted = centred * weight[None, :]
+    centred = centroids - middle[None, :]
+    point = round_to(centred * weight[None, :], points.dtype.element_ty)
     pointer = points + (n * count + index)[:, None] * D + column[None, :]
-    tl.store(pointer, round_bf16(weighted), mask=(index < count)[:, None])
-    half = 0.5 * tl.sum(weighted * centred, axis=1)
-    tl.store(bias + (n * (D // SLICE) + part) * count + index, half, mask=index < count)
-
-
-@triton.jit
-def _place(channel, D: tl.constexpr):
-    """Where a channel's sum lies in its row.
-
-    Not in order: Triton would give each thread four neighbours, and then every atomic instruction of a warp touches
-    four times the memory that it changes.
-    """
-    return (channel % 4) * (D // 4) + channel // 4
+    tl.store(pointer, point, mask=(index < count)[:, None])
+    share = tl.sum((0.5 * centred + middle[None, :]) * point, axis=1)
+    tl.store(bias + (n * (D // SLICE) + part) * count + index, share, mask=index < count)
 
 
 @triton.jit
 def _start_kernel(
-    x, centroids, ref, unit, points, bias, sums, sizes,
-    tokens, heads, count, sample, step, stride_b, stride_s, stride_h,
-    D: tl.constexpr, KP: tl.constexpr, RANGE: tl.constexpr,
+    x, book, grid, centroids, middles, points, bias, tokens, heads, count, stride_b, stride_s, stride_h,
+    D: tl.constexpr, KP: tl.constexpr, WARM: tl.constexpr,
 ):  # fmt: skip
-    """Begin with evenly spaced tokens; RANGE others show each channel's range. One program a head and slice."""
+    """Begin with an earlier codebook (WARM) or with evenly spaced tokens. One program a head and slice."""
     n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     index = tl.arange(0, KP)
     column = part * SLICE + tl.arange(0, SLICE)
     valid = (index < count)[:, None]
-    source = head_pointer(x, n, heads, stride_b, stride_h) + column[None, :]
-    token = index.to(tl.int64) * tokens // count
-    start = tl.load(source + token[:, None] * stride_s, mask=valid, other=0.0).to(tl.float32)
-    token = tl.arange(0, RANGE).to(tl.int64) * tokens // RANGE
-    others = tl.load(source + token[:, None] * stride_s).to(tl.float32)
-    high = tl.maximum(tl.max(tl.where(valid, start, float("-inf")), axis=0), tl.max(others, axis=0))
-    low = tl.minimum(tl.min(tl.where(valid, start, float("inf")), axis=0), tl.min(others, axis=0))
+    if WARM:
+        low, step = load_grid(grid, n, part * SLICE, D, SLICE)
+        start = load_centroids(book, low, step, n, count, index, index < count, part * SLICE, D, SLICE)
+    else:
+        source = head_pointer(x, n, heads, stride_b, stride_h) + column[None, :]
+        token = index.to(tl.int64) * tokens // count
+        start = tl.load(source + token[:, None] * stride_s, mask=valid, other=0.0).to(tl.float32)
+    high = tl.max(tl.where(valid, start, float("-inf")), axis=0)
+    low = tl.min(tl.where(valid, start, float("inf")), axis=0)
     middle = low + 0.5 * (high - low)
-    spread = 0.5 * (high - low)
-    # A channel that stands still at the start may move later: it gets a share of its neighbours' range.
-    spread = tl.maximum(tl.maximum(spread, tl.max(spread, axis=0) / 16), tl.abs(middle) / 256)
-    spread = tl.where(spread > 0, spread, 1.0)
-    tl.store(ref + n * D + column, middle)
-    tl.store(unit + n * D + column, (2147483392.0 / sample) / (HEADROOM * spread))
-    rows = (n * count + index)[:, None] * D + column[None, :]
-    tl.store(centroids + rows, start, mask=valid)
-    tl.store(sums + rows, tl.zeros((KP, SLICE), tl.int32), mask=valid)
-    tl.store(sizes + n * count + index, tl.zeros((KP,), tl.int32), mask=index < count)
+    tl.store(middles + n * D + column, middle)
+    tl.store(centroids + (n * count + index)[:, None] * D + column[None, :], start, mask=valid)
     one = tl.full((SLICE,), 1.0, tl.float32)
-    _store_operands(start - middle[None, :], one, points, bias, n, part, count, D, KP)
+    _store_operands(start, middle, one, points, bias, n, part, count, D, KP)
 
 
 @triton.jit
-def _assign_kernel(
-    x, ref, unit, points, bias, sums, sizes,
-    tokens, heads, count, sample, step, stride_b, stride_s, stride_h,
-    D: tl.constexpr, W: tl.constexpr, KC: tl.constexpr, T: tl.constexpr,
+def _round_kernel(
+    x, points, bias, sums, sizes, tokens, heads, count, sample, step, share, stride_b, stride_s, stride_h,
+    D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add each token of the sample to the sums of its nearest centroid; one program a head and tile of tokens."""
+    """Sums and sizes of the clusters of a share of the sample; one program a head, share and C channels.
+
+    Who belongs to which centroid is a matrix of zeros and ones, so that a matrix product adds the tokens up: always in
+    the same order, and faster than additions in memory.
+    """
     n = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * T + tl.arange(0, T)
-    valid = place < sample
-    token = (place.to(tl.int64) * step) % tokens
+    part = tl.program_id(1)
+    index = tl.arange(0, KP)
     column = tl.arange(0, W)
-    rows = load_rows(head_pointer(x, n, heads, stride_b, stride_h), token, valid, stride_s, D, W)
-    middle = tl.load(ref + n * D + column, mask=column < D, other=0.0)
-    operand, norms = distance_start(rows, middle, tl.full((W,), 1.0, tl.float32))
-    best = tl.full((T,), LARGEST, tl.int32)
-    for first in range(0, count, KC):
-        keys = distance_keys(operand, norms, points, bias, n, count, first, D, W, KC)
-        best = tl.minimum(best, tl.min(keys, axis=1))
-    ids = best & 255
-    scale = tl.load(unit + n * D + column, mask=column < D, other=0.0)
-    limit = 2147483392.0 / sample
-    whole = tl.minimum(tl.maximum((rows - middle[None, :]) * scale[None, :], -limit), limit).to(tl.int32)
-    mask = valid[:, None] & (column < D)[None, :]
-    tl.atomic_add(sums + n * count * D + ids[:, None] * D + _place(column, D)[None, :], whole, mask=mask, sem="relaxed")
-    tl.atomic_add(sizes + n * count + ids, tl.full((T,), 1, tl.int32), mask=valid, sem="relaxed")
+    own = tl.program_id(2) * C + tl.arange(0, C)
+    source = head_pointer(x, n, heads, stride_b, stride_h)
+    mask = (index < count)[:, None] & (column < D)[None, :]
+    operand = points + (n * count + index)[:, None] * D
+    centred = as_operand(tl.load(operand + column[None, :], mask=mask, other=0.0))
+    offset = centroid_bias(bias, n, count, index, D, W)
+    total = tl.zeros((KP, C), tl.float32)
+    size = tl.zeros((KP,), tl.float32)
+    for first in range(part * share, tl.minimum((part + 1) * share, sample), T):
+        place = first + tl.arange(0, T)
+        valid = place < sample
+        token = (place.to(tl.int64) * step) % tokens
+        rows = source + token[:, None] * stride_s
+        value = as_operand(tl.load(rows + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0))
+        dots = tl.dot(centred, tl.trans(value), input_precision="ieee")
+        distance = with_index(offset[:, None] - dots, index[:, None])
+        member = tl.where((distance == tl.min(distance, axis=0)[None, :]) & valid[None, :], 1.0, 0.0)
+        size += tl.sum(member, axis=1)
+        mine = value
+        if C != W:
+            mine = as_operand(tl.load(rows + own[None, :], mask=valid[:, None] & (own < D)[None, :], other=0.0))
+        total = tl.dot(member.to(mine.dtype), mine, total, input_precision="ieee")
+    row = (part.to(tl.int64) * tl.num_programs(0) + n) * count + index
+    tl.store(sums + row[:, None] * D + own[None, :], total, mask=(index < count)[:, None] & (own < D)[None, :])
+    if tl.program_id(2) == 0:
+        tl.store(sizes + row, size, mask=index < count)
 
 
 @triton.jit
 def _update_kernel(
-    centroids, ref, unit, points, bias, sums, sizes_in, sizes_out, count, D: tl.constexpr, KP: tl.constexpr
+    centroids, middles, points, bias, sums, sizes, count, D: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Centroids from the sums, which are cleared for the next round; an empty cluster keeps its centroid."""
+    """Centroids from the shares' sums, added up in order; an empty cluster keeps its centroid."""
     n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     index = tl.arange(0, KP)
     column = part * SLICE + tl.arange(0, SLICE)
     valid = (index < count)[:, None]
+    total = tl.zeros((KP, SLICE), tl.float32)
+    size = tl.zeros((KP,), tl.float32)
+    for share in tl.static_range(PARTS):
+        row = (share * tl.num_programs(0) + n) * count + index
+        total += tl.load(sums + row[:, None] * D + column[None, :], mask=valid, other=0.0)
+        size += tl.load(sizes + row, mask=index < count, other=0.0)
     rows = (n * count + index)[:, None] * D + column[None, :]
-    size = tl.load(sizes_in + n * count + index, mask=index < count, other=0)[:, None]
-    summed = sums + (n * count + index)[:, None] * D + _place(column, D)[None, :]
-    total = tl.load(summed, mask=valid, other=0).to(tl.float32)
     old = tl.load(centroids + rows, mask=valid, other=0.0)
-    middle = tl.load(ref + n * D + column)[None, :]
-    scale = tl.load(unit + n * D + column)[None, :]
-    mean = middle + total / (tl.maximum(size, 1).to(tl.float32) * scale)
-    new = tl.where(size > 0, mean, old)
+    middle = tl.load(middles + n * D + column)
+    new = tl.where((size > 0)[:, None], total / tl.maximum(size, 1.0)[:, None], old)
     tl.store(centroids + rows, new, mask=valid)
-    tl.store(summed, tl.zeros((KP, SLICE), tl.int32), mask=valid)
-    # All slices of a head read the sizes, so the ones for the next round lie elsewhere.
-    tl.store(sizes_out + n * count + index, tl.zeros((KP,), tl.int32), mask=index < count)
     one = tl.full((SLICE,), 1.0, tl.float32)
-    _store_operands(new - middle, one, points, bias, n, part, count, D, KP)
+    _store_operands(new, middle, one, points, bias, n, part, count, D, KP)
 
 
 @triton.jit
 def _book_kernel(
-    centroids, moment, book, grid, ref, points, bias, weights, count,
+    centroids, moment, book, grid, points, bias, weights, count,
     D: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, LEARNED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Round centroids to 4 bits (if just LEARNED), then the operands of the rounded ones, weighted by the queries."""
@@ -198,71 +193,93 @@ def _book_kernel(
         total = tl.sum(tl.load(diagonal + channel * (D + 1), mask=channel < D, other=0.0), axis=0)
         own = tl.load(diagonal + column * (D + 1))
         weight = tl.where(total > 0, own * (D / tl.where(total > 0, total, 1.0)), 1.0)
-    middle = low + 7.5 * step
-    tl.store(ref + n * D + column, middle)
     tl.store(weights + n * D + column, weight)
-    _store_operands(rounded - middle[None, :], weight, points, bias, n, part, count, D, KP)
+    _store_operands(rounded, low + 7.5 * step, weight, points, bias, n, part, count, D, KP)
 
 
 def _padded(count: int) -> int:
-    return max(16, triton.next_power_of_2(count))
+    return max(16, next_power(count))
 
 
-def learn_centroids(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Centroids float `[N, K, D]` of `x` `[B, S, H, D]`: the twin of k-means in `methods.quantwm.learn_codebook`."""
+def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None) -> torch.Tensor:
+    """Centroids float `[N, K, D]` of `x` `[B, S, H, D]`: the twin of k-means in `methods.quantwm.learn_codebook`.
+
+    before: a codebook to begin with.
+    """
     batch, tokens, heads, width = x.shape
     n = batch * heads
     sample = min(tokens, SAMPLE_PER_CENTROID * count)
-    step = scatter_step(tokens)
-    shape = (tokens, heads, count, sample, step, *x.stride()[:3])
-    new = x.new_empty
-    centroids, points = new(n, count, width, dtype=torch.float32), new(n, count, width, dtype=torch.bfloat16)
-    sums, sizes = new(n, count, width, dtype=torch.int32), new(2, n, count, dtype=torch.int32)
-    ref, unit = new(2, n, width, dtype=torch.float32)
+    padded, wide = _padded(count), next_power(width)
+    channels = min(wide, _channels(x.device))
+    share = TILE * ceil_div(sample, TILE * max(1, PROGRAMS // (n * (wide // channels))))
+    parts = ceil_div(sample, share)
+    new, strides = x.new_empty, x.stride()[:3]
+    centroids, points = new(n, count, width, dtype=torch.float32), new(n, count, width)
+    middles = new(n, width, dtype=torch.float32)
     bias = new(n, width // SLICE.value, count, dtype=torch.float32)
-    padded = _padded(count)
+    sums, sizes = new(parts, n, count, width, dtype=torch.float32), new(parts, n, count, dtype=torch.float32)
     slices = (n, width // SLICE.value)
+    book, grid = (middles, middles) if before is None else (before.codes, before.grid)
     _start_kernel[slices](
-        x, centroids, ref, unit, points, bias, sums, sizes[0], *shape, D=width, KP=padded, RANGE=RANGE_TOKENS
-    )
-    for turn in range(ITERATIONS):
-        mine, other = sizes[turn % 2], sizes[(turn + 1) % 2]
-        _assign_kernel[(n, triton.cdiv(sample, TILE))](
-            x, ref, unit, points, bias, sums, mine, *shape,
-            D=width, W=triton.next_power_of_2(width), KC=CENTROID_TILE, T=TILE, **LAUNCH,
+        x, book, grid, centroids, middles, points, bias, tokens, heads, count, *strides,
+        D=width, KP=padded, WARM=before is not None, **SLICE_LAUNCH,
+    )  # fmt: skip
+    for _ in range(ITERATIONS if before is None else WARM_ITERATIONS):
+        _round_kernel[(n, parts, wide // channels)](
+            x, points, bias, sums, sizes, tokens, heads, count, sample, scatter_step(tokens), share, *strides,
+            D=width, W=wide, C=channels, KP=padded, T=TILE, **_round_launch(padded),
         )  # fmt: skip
         _update_kernel[slices](
-            centroids, ref, unit, points, bias, sums, mine, other, count, D=width, KP=padded, **SLICE_LAUNCH
+            centroids, middles, points, bias, sums, sizes, count, D=width, KP=padded, PARTS=parts, **SLICE_LAUNCH
         )
     return centroids
 
 
-def round_codebook(centroids: torch.Tensor, moment: torch.Tensor | None) -> tuple[Codebook, Operands]:
-    """The 4-bit codebook of centroids `[N, K, D]`, and operands weighted by the moment `[N, D, D]` of the queries."""
+def _channels(device: torch.device) -> int:
+    """Channels whose sums one program holds: 128 where a block may have more than the 99 KiB of a gaming GPU."""
+    if device.type != "cuda":
+        return 64
+    return 128 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 128 << 10 else 64
+
+
+def _round_launch(padded: int) -> dict:
+    """A warp for each 32 centroids: their sums and distances just fit a thread's registers."""
+    return {"num_warps": max(4, padded // 32), "num_stages": 2}
+
+
+def round_codebook(
+    centroids: torch.Tensor, moment: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[Codebook, Operands]:
+    """The 4-bit codebook of centroids `[N, K, D]`, and operands weighted by the moment `[N, D, D]` of the queries.
+
+    dtype: the tokens' type.
+    """
     n, count, width = centroids.shape
     book = Codebook(
         centroids.new_empty(n, count, width // 2, dtype=torch.uint8),
         centroids.new_empty(n, 2, width, dtype=torch.bfloat16),
     )
-    return book, _operands(book, centroids, moment)
+    return book, _operands(book, centroids, moment, dtype)
 
 
-def codebook_operands(book: Codebook, moment: torch.Tensor | None) -> Operands:
-    """Operands of a codebook that was learned before."""
-    return _operands(book, None, moment)
+def codebook_operands(book: Codebook, moment: torch.Tensor | None, dtype: torch.dtype) -> Operands:
+    """Operands of a codebook that was learned before, for tokens of type `dtype`."""
+    return _operands(book, None, moment, dtype)
 
 
-def _operands(book: Codebook, centroids: torch.Tensor | None, moment: torch.Tensor | None) -> Operands:
+def _operands(
+    book: Codebook, centroids: torch.Tensor | None, moment: torch.Tensor | None, dtype: torch.dtype
+) -> Operands:
     n, count, _ = book.codes.shape
     width = book.grid.shape[-1]
     new = book.grid.new_empty
-    ref, weights = new(2, n, width, dtype=torch.float32)
-    result = Operands(ref, new(n, count, width), new(n, width // SLICE.value, count, dtype=torch.float32), weights)
-    unused = ref
+    bias = new(n, width // SLICE.value, count, dtype=torch.float32)
+    result = Operands(new(n, count, width, dtype=dtype), bias, new(n, width, dtype=torch.float32))
+    unused = bias
     _book_kernel[(n, width // SLICE.value)](
         unused if centroids is None else centroids, unused if moment is None else moment,
-        book.codes, book.grid, ref, result.points, result.bias, weights, count,
-        D=width, W=triton.next_power_of_2(width), KP=_padded(count),
+        book.codes, book.grid, result.points, result.bias, result.weights, count,
+        D=width, W=next_power(width), KP=_padded(count),
         LEARNED=centroids is not None, WEIGHTED=moment is not None,
     )  # fmt: skip
     return result

@@ -11,21 +11,24 @@ import triton.language as tl
 from ..quantwm_core.codec.codebook import Codebook
 from ..quantwm_core.codec.groups import group_count
 from ..quantwm_core.codec.midrise import TWO_BIT_STEP
+from ..quantwm_core.codec.qsac import BUCKETS
 from .encode_codebook import Operands
 from .encode_tiles import (
-    LARGEST,
-    distance_keys,
-    distance_start,
+    as_operand,
+    centroid_bias,
     head_pointer,
+    index_of,
     load_centroids,
     load_grid,
-    load_rows,
     load_units,
+    with_index,
 )
+from .sizes import ceil_div, next_power
 
 TILE = 64
-CENTROID_TILE = 64
 LAUNCH = {"num_warps": 4, "num_stages": 2}
+# Two to the 127th: farther than any centroid, and index 0 where only NaN was found.
+FARTHEST = tl.constexpr(2.0**127)
 STEP_OVER_RMS = tl.constexpr(TWO_BIT_STEP)
 
 
@@ -69,7 +72,7 @@ def _by_range(
     rows, candidates, weight, book, low, step, n, count, valid,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Among the nearest centroids (keys int32 `[T, slots]`), the one that leaves the cheapest ranges: ids `[T]`."""
+    """Ids `[T]` of the centroids that leave the cheapest ranges, among the nearest (`with_index`, `[T, buckets]`)."""
     group_weight = tl.sum(tl.reshape(weight, (W // GROUP, GROUP)), axis=1)[None, :]
     # x - centroid = (x - low + 16 step) - 16 step (1 + code / 16)
     lifted = rows - (low - 16.0 * step)[None, :]
@@ -77,7 +80,7 @@ def _by_range(
     ids = tl.zeros((T,), tl.int32)
     for turn in tl.static_range(CANDIDATES):
         nearest = tl.min(candidates, axis=1)
-        own_ids = tl.where(nearest == LARGEST, ids, nearest & 255)
+        own_ids = tl.where(nearest == FARTHEST, ids, index_of(nearest))
         units = load_units(book, n, count, own_ids, valid, 0, D, W)
         ranges = _group_ranges(lifted - (16.0 * step)[None, :] * units, D, W, GROUP, T)
         own = tl.sum(group_weight * ranges * ranges, axis=1)
@@ -87,41 +90,40 @@ def _by_range(
         else:
             ids = tl.where(own < cost, own_ids, ids)
             cost = tl.minimum(own, cost)
-        candidates = tl.where(candidates == nearest[:, None], LARGEST, candidates)
+        candidates = tl.where(candidates == nearest[:, None], FARTHEST, candidates)
     return ids
 
 
 @triton.jit
 def _match_kernel(
-    x, book, grid, ref, points, bias, weights, ids_out, wanted_out, peaks_out,
+    x, book, grid, points, bias, weights, ids_out, wanted_out, peaks_out,
     tokens, heads, count, stride_b, stride_s, stride_h,
     D: tl.constexpr, W: tl.constexpr, KC: tl.constexpr, T: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CANDIDATES: tl.constexpr, SLOTS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """One program a head and tile of tokens; centroids come KC at a time, and each time the best ones are kept."""
+    """One program a head and tile of tokens; centroids come KC at a time, and of each bucket the nearest is kept."""
     n = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token = tile * T + tl.arange(0, T)
     valid = token < tokens
     column = tl.arange(0, W)
-    rows = load_rows(head_pointer(x, n, heads, stride_b, stride_h), token, valid, stride_s, D, W)
-    middle = tl.load(ref + n * D + column, mask=column < D, other=0.0)
-    weight = tl.load(weights + n * D + column, mask=column < D, other=0.0)
-    operand, norms = distance_start(rows, middle, weight)
-    slot = tl.arange(0, SLOTS)[None, :]
-    best = tl.full((T, SLOTS), LARGEST, tl.int32)
+    source = head_pointer(x, n, heads, stride_b, stride_h) + token.to(tl.int64)[:, None] * stride_s + column[None, :]
+    stored = tl.load(source, mask=valid[:, None] & (column < D)[None, :], other=0.0)
+    best = tl.full((T, KC), FARTHEST, tl.float32)
     for first in range(0, count, KC):
-        keys = distance_keys(operand, norms, points, bias, n, count, first, D, W, KC)
-        for turn in tl.static_range(CANDIDATES):
-            nearest = tl.min(keys, axis=1)[:, None]
-            best = tl.where(slot == (first // KC) * CANDIDATES + turn, nearest, best)
-            if turn + 1 < CANDIDATES:
-                keys = tl.where(keys == nearest, LARGEST, keys)
+        index = first + tl.arange(0, KC)
+        mask = (index < count)[:, None] & (column < D)[None, :]
+        point = tl.load(points + (n * count + index)[:, None] * D + column[None, :], mask=mask, other=0.0)
+        dots = tl.dot(as_operand(stored), tl.trans(as_operand(point)), input_precision="ieee")
+        offset = centroid_bias(bias, n, count, index, D, W)
+        best = tl.minimum(best, with_index(offset[None, :] - dots, index[None, :]))
+    rows = stored.to(tl.float32)
     low, step = load_grid(grid, n, 0, D, W)
     if CANDIDATES > 1:
+        weight = tl.load(weights + n * D + column, mask=column < D, other=0.0)
         ids = _by_range(rows, best, weight, book, low, step, n, count, valid, D, W, T, GROUP, CANDIDATES)
     else:
-        ids = tl.min(best, axis=1) & 255
+        ids = index_of(tl.min(best, axis=1))
     tl.store(ids_out + n * tokens + token, ids.to(tl.uint8), mask=valid)
     centroids = load_centroids(book, low, step, n, count, ids, valid, 0, D, W)
     residual = tl.where(valid[:, None] & (column < D)[None, :], rows - centroids, 0.0)
@@ -139,18 +141,17 @@ def match(
     batch, tokens, heads, width = x.shape
     n, count = batch * heads, book.codes.shape[1]
     candidates = min(candidates, count)
-    groups, tiles = group_count(width, group_size), triton.cdiv(tokens, TILE)
+    groups, tiles = group_count(width, group_size), ceil_div(tokens, TILE)
     result = Match(
         x.new_empty(n, tokens, dtype=torch.uint8),
         x.new_empty(n, tokens, groups, dtype=torch.float32),
         x.new_empty(n, tiles, dtype=torch.float32),
     )
     _match_kernel[(n, tiles)](
-        x, book.codes, book.grid, operands.ref, operands.points, operands.bias, operands.weights,
+        x, book.codes, book.grid, operands.points, operands.bias, operands.weights,
         result.ids, result.wanted, result.peaks,
         tokens, heads, count, *x.stride()[:3],
-        D=width, W=max(triton.next_power_of_2(width), group_size), KC=CENTROID_TILE, T=TILE,
-        BITS=bits, GROUP=group_size, GROUPS=groups, CANDIDATES=candidates,
-        SLOTS=triton.next_power_of_2(candidates * triton.cdiv(count, CENTROID_TILE)), **LAUNCH,
+        D=width, W=max(next_power(width), group_size), KC=BUCKETS, T=TILE,
+        BITS=bits, GROUP=group_size, GROUPS=groups, CANDIDATES=candidates, **LAUNCH,
     )  # fmt: skip
     return result

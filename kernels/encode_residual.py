@@ -30,6 +30,7 @@ from .encode_tiles import (
     round_even,
     to_operand,
 )
+from .sizes import ceil_div, next_power
 
 TILE = 64
 LAUNCH = {"num_warps": 4}
@@ -248,7 +249,7 @@ def encode_residual(
     """
     batch, tokens, heads, width = x.shape
     n, count = batch * heads, book.codes.shape[1]
-    groups, tiles = match.wanted.shape[-1], triton.cdiv(tokens, TILE)
+    groups, tiles = match.wanted.shape[-1], ceil_div(tokens, TILE)
     scale_bits, per_octave = scale_format(bits)
     rank = 0 if basis is None else basis.shape[-1]
     new = x.new_empty
@@ -264,10 +265,10 @@ def encode_residual(
         unused if feedback is None else feedback.contiguous(), unused if basis is None else basis.contiguous(),
         codes.view(torch.int32), scales, top, raw, raw_peaks,
         tokens, match.peaks.shape[-1], heads, count, 1 if feedback is None else feedback.shape[0], *x.stride()[:3],
-        D=width, W=triton.next_power_of_2(width), T=TILE, BITS=bits,
-        GROUP=group_size, GROUPS=groups, GP=max(2, triton.next_power_of_2(groups)),
+        D=width, W=next_power(width), T=TILE, BITS=bits,
+        GROUP=group_size, GROUPS=groups, GP=max(2, next_power(groups)),
         SCALE_BITS=scale_bits, PER_OCTAVE=per_octave,
-        FEEDBACK=feedback is not None, RANK=rank, RP=max(16, triton.next_power_of_2(rank)),
+        FEEDBACK=feedback is not None, RANK=rank, RP=max(16, next_power(rank)),
         # A product fused into a sum would round once where the eager twin rounds twice.
         enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
@@ -286,10 +287,10 @@ def encode_coefficients(raw: torch.Tensor, peaks: torch.Tensor) -> dict[str, tor
     packed = raw.new_empty(n, tokens, packed_width(rank, 4), dtype=torch.uint8)
     scales = raw.new_empty(n, tokens, dtype=torch.uint8)
     factor = raw.new_empty(n, dtype=torch.bfloat16)
-    _coefficient_kernel[(n, triton.cdiv(tokens, TILE))](
+    _coefficient_kernel[(n, ceil_div(tokens, TILE))](
         raw, peaks, _factors(ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE, raw.device), packed, scales, factor,
         tokens, peaks.shape[-1],
-        RANK=rank, RP=max(2, triton.next_power_of_2(rank)), T=TILE,
+        RANK=rank, RP=max(2, next_power(rank)), T=TILE,
         SCALE_BITS=ROW_SCALE_BITS, PER_OCTAVE=ROW_SCALE_PER_OCTAVE, enable_fp_fusion=False,
     )  # fmt: skip
     return {"k_psac_c": packed, "k_psac_c_scales": scales, "k_psac_c_factor": factor}

@@ -13,7 +13,6 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 OPERAND = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)
 # Channels that one program of a codebook kernel takes, and that error feedback rounds at a time.
 SLICE = tl.constexpr(16)
-LARGEST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -34,6 +33,24 @@ def to_operand(x):
 
 
 @triton.jit
+def as_operand(x):
+    """bf16 or fp16 values as they are, as an operand of a matrix product."""
+    if INTERPRETED:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """float32 rounded to bf16 or fp16 (there to what fits), still float32."""
+    if dtype == tl.bfloat16:
+        return round_bf16(x)
+    else:
+        return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def round_bf16(x):
     """float32 rounded to the nearest bfloat16, still float32."""
     return to_operand(x).to(tl.float32)
@@ -43,16 +60,6 @@ def round_bf16(x):
 def head_pointer(x, n, heads, stride_b, stride_h):
     """Start of head `n` (counted over batch and heads) of a tensor `[B, S, H, D]`."""
     return x + (n // heads).to(tl.int64) * stride_b + (n % heads).to(tl.int64) * stride_h
-
-
-@triton.jit
-def load_rows(pointer, tokens, valid, stride_s, D: tl.constexpr, W: tl.constexpr):
-    """Channels of `[T]` tokens, float32 `[T, W]`; zero outside."""
-    column = tl.arange(0, W)
-    mask = valid[:, None] & (column < D)[None, :]
-    return tl.load(pointer + tokens.to(tl.int64)[:, None] * stride_s + column[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
 
 
 @triton.jit
@@ -89,30 +96,24 @@ def load_centroids(book, low, step, n, count, ids, valid, first, D: tl.constexpr
 
 
 @triton.jit
-def distance_start(x, ref, weight):
-    """Operand and half squared norms `[T]` of tokens float32 `[T, W]`, for `distance_keys`."""
-    centred = ref[None, :] - x
-    return to_operand(centred), 0.5 * tl.sum(weight[None, :] * centred * centred, axis=1)
-
-
-@triton.jit
-def distance_keys(operand, norms, points, bias, n, count, first, D: tl.constexpr, W: tl.constexpr, KC: tl.constexpr):
-    """Sortable keys int32 `[T, KC]` of the distances to the centroids from `first` on; the low byte is the centroid.
-
-    Half squared distances are positive floats, whose bits sort as integers. 16 bits of the fraction decide, then the
-    lower index.
-    """
-    column = tl.arange(0, W)
-    index = first + tl.arange(0, KC)
-    mask = (index < count)[:, None] & (column < D)[None, :]
-    rows = tl.load(points + n * count * D + index[:, None] * D + column[None, :], mask=mask, other=0.0)
+def centroid_bias(bias, n, count, index, D: tl.constexpr, W: tl.constexpr):
+    """Sum of the shares `[D / SLICE, K]` of a head's bias for centroids `index`; far away where there is none."""
     part = tl.arange(0, W // SLICE)
     shares = bias + n * (D // SLICE) * count + part[:, None] * count + index[None, :]
     real = (part < D // SLICE)[:, None] & (index < count)[None, :]
-    half = tl.sum(tl.load(shares, mask=real, other=0.0), axis=0) + tl.where(index < count, 0.0, 1e37)
-    start = norms[:, None] + half[None, :]
-    distance = tl.maximum(tl.dot(operand, tl.trans(rows.to(OPERAND)), start, input_precision="ieee"), 0.0)
-    return (distance.to(tl.int32, bitcast=True) & -256) | index[None, :]
+    return tl.sum(tl.load(shares, mask=real, other=0.0), axis=0) + tl.where(index < count, 0.0, 1e37)
+
+
+@triton.jit
+def with_index(x, index):
+    """float32 `x`, whose last eight bits are `index` instead, so that the least of many also says which one it is."""
+    return ((x.to(tl.int32, bitcast=True) & -256) | index).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def index_of(x):
+    """The index int32 that `with_index` put in."""
+    return x.to(tl.int32, bitcast=True) & 255
 
 
 @triton.jit

@@ -3,16 +3,14 @@
 Ways:
 - host: decode the layer into a workspace, then the attention function that the host chose;
 - cudnn, flash, efficient: the same workspace, then that backend of the installed torch;
-- packed: no workspace at all, see `attention`; only where PACKED_SWITCH is set;
-- pieces: decode a bounded part at a time, merge the parts' results by their log-sum-exp. Tried only where a whole
-  layer does not fit.
+- packed: no workspace at all, see `attention`; tried for few queries, and where a whole layer does not fit;
+- pieces: decode a bounded part at a time, merge the parts' results by their log-sum-exp; tried where it does not fit.
 They are timed once per shape, where length counts by powers of two; a way must win clearly to replace an earlier one,
 so that the choice, and with it the last bits of the result, stays the same from run to run.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -30,8 +28,8 @@ SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Compilers have got this kernel's products wrong on Hopper, once with an illegal access, which no fallback survives.
-PACKED_SWITCH = "QUANTWM_PACKED_ATTENTION"
+# The packed kernel decodes the history again for every 32 queries: with more than this it cannot win.
+FEW_QUERIES = 256
 CLEARLY_FASTER = 0.9
 # Relative error beyond which a way is wrong: rounding in bf16 gives less than 0.01.
 DISAGREEMENT = 0.05
@@ -72,7 +70,7 @@ def attend_packed(
 ) -> torch.Tensor:
     """Twin of `quantwm_core.operations.attend_packed` by the fastest way that fits the memory."""
     tokens = sum(piece.tokens for piece in pieces)
-    key = (queries.device, queries.dtype, tuple(queries.shape), tokens.bit_length(), packed_refusal(pieces))
+    key = (queries.device, queries.dtype, tuple(queries.shape), tokens.bit_length(), _kinds(pieces))
     if key not in _chosen:
         _chosen[key] = _choose(queries, pieces, attention, read, tokens)
     way = _chosen[key][0]
@@ -98,17 +96,22 @@ def _split(pieces: Sequence[RawBlock | PackedSpan], queries: torch.Tensor) -> tu
     return [on_device(piece, queries.device) for piece in history], live
 
 
-def packed_refusal(pieces: Sequence[RawBlock | PackedSpan]) -> str | None:
-    """Why the packed kernel does not read these pieces, or None."""
-    if os.environ.get(PACKED_SWITCH) != "1":
-        return f"the packed kernel is off ({PACKED_SWITCH}=1 turns it on; its last change has not run on a GPU yet)"
-    spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
-    if not spans:
+def _kinds(pieces: Sequence[RawBlock | PackedSpan]) -> frozenset:
+    """Methods and widths of the packed pieces, which decide what can read them."""
+    return frozenset((p.method, p.key_bits, p.value_bits) for p in pieces if isinstance(p, PackedSpan))
+
+
+def packed_refusal(pieces: Sequence[RawBlock | PackedSpan], queries: int, fits: bool) -> str | None:
+    """Why the packed kernel does not read these pieces, or is not worth trying, or None."""
+    kinds = _kinds(pieces)
+    if not kinds:
         return "nothing is packed yet"
-    if any(span.method != "quantwm" for span in spans):
-        return f"packed reads method quantwm only, not {spans[0].method}"
-    if any(16 in (span.key_bits, span.value_bits) for span in spans):
+    if any(method != "quantwm" for method, _, _ in kinds):
+        return "packed reads method quantwm only"
+    if any(16 in bits for _, *bits in kinds):
         return "packed needs both keys and values packed"
+    if fits and queries > FEW_QUERIES:
+        return f"packed is not tried for more than {FEW_QUERIES} queries"
     return None
 
 
@@ -118,7 +121,8 @@ def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) 
     times: dict[str, float] = {}
     remarks = []
     table = piece_table(history, queries.device)
-    if _workspace_fits(queries, tokens):
+    fits = _workspace_fits(queries, tokens)
+    if fits:
         keys, values = read()
         decode_ms = _time(read)
         for way in ("host", *SDPA):
@@ -129,7 +133,7 @@ def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) 
         times["pieces"] = _time(partial(attend_parts, table, live, queries))
         expected = partial(attend_parts, table, live, queries)
     packed = partial(attend_spans, table, live, queries)
-    refusal = packed_refusal(pieces)
+    refusal = packed_refusal(pieces, queries.shape[1], fits)
     packed_ms = float("inf") if refusal else _time(packed)
     if packed_ms < float("inf") and not _agree(packed(), expected()):
         refusal = "packed disagrees with decoding on this GPU and Triton"

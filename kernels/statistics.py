@@ -12,18 +12,17 @@ import triton.language as tl
 from ..quantwm_core import backends
 from ..quantwm_core.backends import Between, OneOf
 from ..quantwm_core.codec.feedback import BLOCK, DAMPING
-from .encode_tiles import INTERPRETED, head_pointer
+from .encode_tiles import as_operand, head_pointer
+from .sizes import ceil_div, next_power
 
 # Widest head, and most directions, that fit in the registers and the shared memory of one program.
 WIDEST = 128
 LARGEST_RANK = 16
-# Programs that a moment's tokens are shared among, over all heads: about one for each multiprocessor of a large GPU.
-PROGRAMS = 132
-TOKEN_TILE = 64
-MOMENT_TILE = 128
-MOMENT_LAUNCH = {"num_warps": 8}
+# Small tiles of a moment: a layer's few heads must keep all of a large GPU busy.
+TOKEN_TILE = 128
+MOMENT_TILE = 32
+MOMENT_LAUNCH = {"num_warps": 4, "num_stages": 3}
 BASIS_LAUNCH = {"num_warps": 8, "num_stages": 1}
-FEEDBACK_LAUNCH = {"num_warps": 8, "num_stages": 1}
 POWER_STEPS = 4
 JACOBI_SWEEPS = tl.constexpr(2)
 ROWS = tl.constexpr(BLOCK)
@@ -35,40 +34,34 @@ EXACT = tl.constexpr("tf32x3")
 
 @triton.jit
 def _moment_kernel(
-    queries, partial, tokens, heads, share, stride_b, stride_s, stride_h,
-    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
+    queries, moment, tokens, heads, stride_b, stride_s, stride_h,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Sum of q q^T over a share of the tokens; one program a head and tile of the moment, and share."""
+    """Mean of q q^T over tokens; one program a head and tile of the moment, and the tile across the diagonal."""
     tiles: tl.constexpr = (D + W - 1) // W
     n = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
     tile = tl.program_id(0) % (tiles * tiles)
-    part = tl.program_id(1).to(tl.int64)
+    if tile % tiles < tile // tiles:
+        return
     row = (tile // tiles) * W + tl.arange(0, W)
     column = (tile % tiles) * W + tl.arange(0, W)
     base = head_pointer(queries, n, heads, stride_b, stride_h)
     total = tl.zeros((W, W), tl.float32)
-    for start in range(part * share, tl.minimum((part + 1) * share, tokens), T):
+    for start in range(0, tokens, T):
         token = start + tl.arange(0, T)
         valid = token < tokens
         at = base + token.to(tl.int64)[:, None] * stride_s
-        left = tl.load(at + row[None, :], mask=valid[:, None] & (row < D)[None, :], other=0.0)
-        right = tl.load(at + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0)
-        if INTERPRETED:
-            left = left.to(tl.float32)
-            right = right.to(tl.float32)
+        left = as_operand(tl.load(at + row[None, :], mask=valid[:, None] & (row < D)[None, :], other=0.0))
+        right = as_operand(tl.load(at + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0))
         total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
-    target = partial + (part * (tl.num_programs(0) // (tiles * tiles)) + n) * D * D
-    tl.store(target + row[:, None] * D + column[None, :], total, mask=(row < D)[:, None] & (column < D)[None, :])
-
-
-@triton.jit
-def _mean_kernel(partial, moment, size, tokens, PARTS: tl.constexpr, BLOCK_: tl.constexpr):
-    """Add up the shares in order and divide by the number of tokens."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK_ + tl.arange(0, BLOCK_)
-    total = tl.zeros((BLOCK_,), tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(partial + part * size + index, mask=index < size, other=0.0)
-    tl.store(moment + index, total / tokens, mask=index < size)
+    total /= tokens
+    target = moment + n * D * D
+    upper = target + row[:, None] * D + column[None, :]
+    mask = (row < D)[:, None] & (column < D)[None, :]
+    if ADD:
+        total += tl.load(upper, mask=mask, other=0.0)
+    tl.store(upper, total, mask=mask)
+    tl.store(target + column[None, :] * D + row[:, None], total, mask=mask & (row[:, None] < column[None, :]))
 
 
 @backends.register(
@@ -82,24 +75,16 @@ def _mean_kernel(partial, moment, size, tokens, PARTS: tl.constexpr, BLOCK_: tl.
     },
     failures=(RuntimeError, triton.CompilationError),
 )
-def second_moment(queries: torch.Tensor) -> torch.Tensor:
-    """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`."""
+def second_moment(queries: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`; added to `total` in place, if given."""
     batch, tokens, heads, width = queries.shape
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
-    n, side = batch * heads, min(MOMENT_TILE, max(16, triton.next_power_of_2(width)))
-    tiles = n * triton.cdiv(width, side) ** 2
-    share = TOKEN_TILE * triton.cdiv(tokens, TOKEN_TILE * max(1, PROGRAMS // tiles))
-    parts = triton.cdiv(tokens, share)
-    partial = queries.new_empty(parts, n, width, width, dtype=torch.float32)
-    moment = queries.new_empty(batch, heads, width, width, dtype=torch.float32)
-    _moment_kernel[(tiles, parts)](
-        queries, partial, tokens, heads, share, *queries.stride()[:3], D=width, W=side, T=TOKEN_TILE, **MOMENT_LAUNCH
-    )
-    block = 1024
-    _mean_kernel[(triton.cdiv(moment.numel(), block),)](
-        partial, moment, moment.numel(), tokens, PARTS=parts, BLOCK_=block
-    )
+    moment = queries.new_empty(batch, heads, width, width, dtype=torch.float32) if total is None else total
+    _moment_kernel[(batch * heads * ceil_div(width, MOMENT_TILE) ** 2,)](
+        queries, moment, tokens, heads, *queries.stride()[:3],
+        D=width, W=MOMENT_TILE, T=TOKEN_TILE, ADD=total is not None, **MOMENT_LAUNCH,
+    )  # fmt: skip
     return moment
 
 
@@ -212,8 +197,8 @@ def leading_eigenvectors(moment: torch.Tensor, rank: int) -> torch.Tensor:
     """bf16 `[N, D, rank]` for the largest eigenvalues of float `[N, D, D]`, largest last; D <= 128, rank <= 16."""
     n, width, _ = moment.shape
     basis = moment.new_empty(n, width, rank, dtype=torch.bfloat16)
-    padded = max(16, triton.next_power_of_2(rank))
-    side = max(32, triton.next_power_of_2(width))
+    padded = max(16, next_power(rank))
+    side = max(32, next_power(width))
     _basis_kernel[(n,)](
         moment.contiguous(), basis,
         D=width, W=side, RANK=rank, RP=padded, R=min(2 * padded, side), STEPS=POWER_STEPS, **BASIS_LAUNCH,
@@ -288,10 +273,11 @@ def feedback_weights(metric: torch.Tensor, basis: torch.Tensor | None = None) ->
     n, width, _ = metric.shape
     weights = metric.new_empty(n, width, width, dtype=torch.bfloat16)
     rank = 0 if basis is None else basis.shape[-1]
-    metric = metric.contiguous()
+    metric, side = metric.contiguous(), max(16, next_power(width))
     _feedback_kernel[(n,)](
         metric, metric if basis is None else basis.contiguous(), weights, DAMPING,
-        D=width, W=max(16, triton.next_power_of_2(width)), RANK=rank, RP=max(16, triton.next_power_of_2(rank)),
-        **FEEDBACK_LAUNCH,
+        D=width, W=side, RANK=rank, RP=max(16, next_power(rank)),
+        # With eight warps Triton 3.6 gives a program that reads out of bounds where the head is 64 channels wide.
+        num_warps=8 if side == WIDEST else 4, num_stages=1,
     )  # fmt: skip
     return weights

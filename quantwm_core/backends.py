@@ -6,7 +6,7 @@ implementations from outside; nothing here imports them. The operations and thei
     decode_layer   operations.decode_layer(method, pieces, keys, values)
     attend_packed  operations.attend_packed(queries, pieces, method, attention, read)
     encode_span    operations.encode_span(method, k, v, stats, state)
-    second_moment  query_stats.second_moment(queries)
+    second_moment  query_stats.second_moment(queries, total)
 
 Facts describe one call in plain values. Names in use: device ("cuda"), capability ((9, 0)), dtype, method, key_bits,
 value_bits, head_dim, group_size, rank, batch, heads, tokens. A rule about a fact that a caller does not know passes.
@@ -199,7 +199,7 @@ def _refusals(entry: Implementation, setting: str, facts: Mapping[str, Any]) -> 
         return [f"backend is set to {setting}"]
     if entry.operation in _switched_off:
         return ["switched off"]
-    failed = _failed.get(_failure_key(entry, facts))
+    failed = _failed and _failed.get(_failure_key(entry, facts))
     return [failed] if failed else entry.refusals(facts)
 
 

@@ -14,6 +14,7 @@ from .backends import Dispatcher, choose, device_facts, settings_facts
 from .layer_cache import LayerCache
 from .methods import Method, build_method
 from .settings import CacheSettings
+from .side_stream import SideStream
 from .stopwatch import Stopwatch
 
 
@@ -54,10 +55,11 @@ class WorldCache:
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
         check_backend(settings, geometry.head_dim, device)
         self.backend = Dispatcher(settings.backend)
+        side = SideStream(device)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
         self.layers = [
-            LayerCache(settings, method, metric, device, self.encode_watch, self.decode_watch, self.backend)
+            LayerCache(settings, method, metric, device, self.encode_watch, self.decode_watch, self.backend, side)
             for metric in metrics
         ]
         self.history: list[dict] = []

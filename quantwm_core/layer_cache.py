@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,8 +13,9 @@ import torch
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, device_facts, settings_facts
 from .methods import LayerState, Method
-from .query_stats import QueryStats, RunningMoment
+from .query_stats import QueryStats
 from .settings import CacheSettings
+from .side_stream import SideStream
 from .span import PackedSpan, RawBlock, part_of, storage_bytes
 from .stopwatch import Stopwatch
 
@@ -55,6 +57,7 @@ class LayerCache:
         encode_watch: Stopwatch | None = None,
         decode_watch: Stopwatch | None = None,
         backend: Dispatcher | None = None,
+        side: SideStream | None = None,
     ) -> None:
         self.settings = settings
         self.method = method
@@ -62,12 +65,17 @@ class LayerCache:
         self.device = device
         self.entries: list[Entry] = []
         self.pending: list[RawBlock] = []
-        self._observed = RunningMoment()
+        # Sum of the moments of the passes over the block to come, and how many they were.
+        self._observed: torch.Tensor | None = None
+        self._passes = 0
         self.pack_events = 0
         self.workspace_bytes = 0
         self._encode_watch = encode_watch or Stopwatch()
         self._decode_watch = decode_watch or Stopwatch()
         self._backend = backend or Dispatcher(settings.backend)
+        self._side = side or SideStream()
+        # Set while a block of this layer is being packed beside the model.
+        self._packing: torch.cuda.Event | None = None
         self._usage: Counter[str] = Counter()
         self._seen: set[int] = set()
 
@@ -91,8 +99,8 @@ class LayerCache:
         Noisy passes ask differently than the clean one, and later blocks will ask in both ways: each pass counts alike.
         """
         if self.method.uses_queries:
-            moment = self._backend.run("second_moment", self._facts(queries), queries)
-            self._observed.add(moment)
+            self._observed = self._backend.run("second_moment", self._facts(queries), queries, self._observed)
+            self._passes += 1
 
     def append(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None = None) -> None:
         """Add a block `[B, S, H, D]`; `queries` are those that met these keys, in the same coordinates.
@@ -103,7 +111,7 @@ class LayerCache:
         self._check_shape(k, v)
         if queries is not None:
             self.observe(queries)
-        self.pending.append(RawBlock(k, v, self._observed.take()))
+        self.pending.append(RawBlock(k, v, self._take_observed()))
 
     def commit(self) -> None:
         """Make appended blocks history, and pack every block that no setting keeps in full precision."""
@@ -125,7 +133,8 @@ class LayerCache:
         """
         if not 0 <= tokens <= self.end:
             raise ValueError(f"rewind takes 0 to {self.end} tokens (all that the cache holds); got {tokens}.")
-        self._observed.take()
+        self._take_observed()
+        self._finish_packing()
         while tokens and self.pending:
             tokens = self._shorten(self.pending, tokens)
         stored = [entry.stored for entry in self.entries]
@@ -147,6 +156,7 @@ class LayerCache:
 
         The result is a workspace for one layer; drop it before reading the next one.
         """
+        self._finish_packing()
         live = [] if live_k is None else [RawBlock(live_k, live_v)]
         pieces = [entry.stored for entry in self.entries] + self.pending + live
         if not pieces:
@@ -167,6 +177,7 @@ class LayerCache:
         `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
         """
         self._check_shape(k, v)
+        self._finish_packing()
         pieces = [entry.stored for entry in self.entries] + self.pending + [RawBlock(k, v)]
         facts = self._facts(queries)
         read = partial(self.read, k, v)
@@ -225,21 +236,53 @@ class LayerCache:
             lengths = [length for i in group for length in self.entries[i].lengths]
             self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths)]
 
+    def _take_observed(self) -> torch.Tensor | None:
+        """Mean moment of the passes noted so far; starts anew."""
+        total, passes = self._observed, self._passes
+        self._observed, self._passes = None, 0
+        return total.div_(passes) if total is not None else None
+
     def _pack(self, blocks: list[RawBlock]) -> PackedSpan:
+        inputs = [t for block in blocks for t in (block.k, block.v, block.moment) if t is not None]
+        with self._own_metric() as metric, self._side.beside([*inputs, *metric]), self._encode_watch:
+            span = self._encode(blocks)
+            if self.settings.cache_device == "cpu":
+                span = self._offload(span)
+        self._packing = self._side.hand_over(span.tensors.values())
+        self.pack_events += 1
+        self._count(span)
+        return span
+
+    def _encode(self, blocks: list[RawBlock]) -> PackedSpan:
         k, v = blocks[0].k, blocks[0].v
         if len(blocks) > 1:
             k = torch.cat([block.k for block in blocks], dim=1)
             v = torch.cat([block.v for block in blocks], dim=1)
-        with self._encode_watch:
-            stats = QueryStats(own=_mean_moment(blocks), earlier=self.state.earlier.moment)
-            span = self._backend.run("encode_span", self._facts(k), self.method, k, v, stats, self.state)
-            if self.method.uses_earlier_queries and stats.own is not None:
-                self.state.earlier.add(stats.own, k.shape[1])
-        self.pack_events += 1
-        if self.settings.cache_device == "cpu":
-            span = self._offload(span)
-        self._count(span)
+        stats = QueryStats(own=_mean_moment(blocks), earlier=self.state.earlier.moment)
+        span = self._backend.run("encode_span", self._facts(k), self.method, k, v, stats, self.state)
+        if self.method.uses_earlier_queries and stats.own is not None:
+            self.state.earlier.add(stats.own, k.shape[1])
         return span
+
+    @contextmanager
+    def _own_metric(self) -> Iterator[list[torch.Tensor]]:
+        """Ask for the output projection's metric here if the encoder will: it runs the model, on the model's stream."""
+        ask = self.state.value_metric
+        if ask is None or not self.method.wants_value_metric(self.state):
+            yield []
+            return
+        metric = ask()
+        self.state.value_metric = lambda: metric
+        try:
+            yield [metric]
+        finally:
+            self.state.value_metric = ask
+
+    def _finish_packing(self) -> None:
+        """Let what follows wait for the block that is being packed."""
+        if self._packing is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._packing)
+            self._packing = None
 
     def _facts(self, like: torch.Tensor) -> dict:
         """What backends are chosen by, for a call on tensors `[B, S, H, D]`."""

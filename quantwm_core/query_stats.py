@@ -10,10 +10,11 @@ from .backends import eager
 
 
 @eager
-def second_moment(queries: torch.Tensor) -> torch.Tensor:
-    """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`."""
+def second_moment(queries: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`; added to `total` in place, if given."""
     by_head = queries.transpose(1, 2).float()
-    return by_head.transpose(-1, -2) @ by_head / queries.shape[1]
+    moment = by_head.transpose(-1, -2) @ by_head / queries.shape[1]
+    return moment if total is None else total.add_(moment)
 
 
 @dataclass
@@ -42,8 +43,3 @@ class RunningMoment:
             self.moment = moment.clone()
         else:
             self.moment.lerp_(moment, weight / self.weight)
-
-    def take(self) -> torch.Tensor | None:
-        """The mean so far; starts anew."""
-        moment, self.moment, self.weight = self.moment, None, 0.0
-        return moment

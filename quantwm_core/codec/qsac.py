@@ -19,12 +19,17 @@ def channel_weights(moment: torch.Tensor | None, like: torch.Tensor) -> torch.Te
     return torch.where(mean > 0, diagonal / mean, 1.0)
 
 
+# Centroids whose numbers agree modulo this compete for one place among the candidates, where speed matters.
+BUCKETS = 64
+
+
 def assign_query_sensitive(
     keys: torch.Tensor,
     centroids: torch.Tensor,
     weights: torch.Tensor,
     group_size: int,
     candidates: int,
+    buckets: int | None = None,
     metric: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pick, among the nearest centroids in the query metric, the one that leaves the cheapest residual range.
@@ -34,6 +39,7 @@ def assign_query_sensitive(
 
     Args:
         keys: float `[N, S, D]`; centroids: float `[N, K, D]`; weights: float `[N, D]`.
+        buckets: candidates come from different buckets (number modulo `buckets`); None for the nearest ones exactly.
         metric: symmetric positive semidefinite `[N, D, D]`; candidates then minimise (k - mu)^T metric (k - mu).
 
     Returns:
@@ -49,7 +55,7 @@ def assign_query_sensitive(
     for part in token_chunks(keys.shape[0], keys.shape[1], max(centroids.shape[1], keys.shape[2])):
         block = keys[:, part]
         table = half_norms - seen(block, root) @ scaled.transpose(1, 2)
-        nearest = table.topk(candidates, dim=-1, largest=False, sorted=True).indices
+        nearest = _nearest(table, candidates, buckets or table.shape[-1])
         pieces.append(_cheapest_range(block, centroids, nearest, group_weights, group_size))
     return torch.cat(pieces, dim=1)
 
@@ -60,6 +66,16 @@ def _root(metric: torch.Tensor) -> torch.Tensor:
     vectors = leading_eigenvectors(metric, metric.shape[-1])
     values = (vectors * (metric / mean @ vectors)).sum(1, keepdim=True)
     return vectors * values.clamp_min(0).sqrt()
+
+
+def _nearest(table: torch.Tensor, candidates: int, buckets: int) -> torch.Tensor:
+    """Columns int64 `[..., candidates]` of the lowest entries, at most one of each bucket, lowest first."""
+    if table.shape[-1] <= buckets:
+        return table.topk(candidates, dim=-1, largest=False, sorted=True).indices
+    padded = torch.nn.functional.pad(table, (0, -table.shape[-1] % buckets), value=float("inf"))
+    lowest, turn = padded.unflatten(-1, (-1, buckets)).min(-2)
+    bucket = lowest.topk(candidates, dim=-1, largest=False, sorted=True).indices
+    return turn.gather(-1, bucket) * buckets + bucket
 
 
 def _cheapest_range(

@@ -56,12 +56,15 @@ class Method(Protocol):
 
     uses_queries: wants the second moment of a span's queries; uses_earlier_queries: and that of all before it.
     rehearses: wants noisy queries before frames that are given, and so never denoised, are packed.
+    wants_value_metric: whether the next encoding will ask the state for the output projection's metric.
     """
 
     name: str
     uses_queries: bool
     uses_earlier_queries: bool
     rehearses: bool
+
+    def wants_value_metric(self, state: LayerState) -> bool: ...
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan: ...
 

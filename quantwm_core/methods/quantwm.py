@@ -19,7 +19,7 @@ from ..codec.bits import pack_bits, unpack_bits
 from ..codec.codebook import Codebook, gather_centroids
 from ..codec.feedback import feedback_matrix, quantize_with_feedback
 from ..codec.groups import spread_groups
-from ..codec.kmeans import ITERATIONS, evenly_spaced, kmeans, nearest_centroid, scattered_tokens
+from ..codec.kmeans import ITERATIONS, WARM_ITERATIONS, evenly_spaced, kmeans, nearest_centroid, scattered_tokens
 from ..codec.midrise import (
     decode_log_scales,
     encode_log_scales,
@@ -29,7 +29,7 @@ from ..codec.midrise import (
     scale_format,
 )
 from ..codec.psac import decode_coefficients_int4, encode_coefficients_int4, leading_eigenvectors
-from ..codec.qsac import assign_query_sensitive, channel_weights
+from ..codec.qsac import BUCKETS, assign_query_sensitive, channel_weights
 from ..query_stats import QueryStats
 from ..settings import MAX_CENTROIDS, CacheSettings
 from ..span import PackedSpan, by_heads, from_heads
@@ -77,6 +77,9 @@ class QuantWM:
     def rehearses(self) -> bool:
         return self.uses_queries
 
+    def wants_value_metric(self, state: LayerState) -> bool:
+        return self.feedback and self.settings.value_bits != 16 and "v_feedback" not in state.shared
+
     def encode(self, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan:
         batch, tokens, heads, head_dim = k.shape
         s = self.settings
@@ -84,7 +87,7 @@ class QuantWM:
         rank = self._rank(head_dim) if moment is not None and self.correction and s.key_bits != 16 else 0
         steering = self._steer(moment, rank, tokens, state) if s.key_bits != 16 else None
         tensors = {"v_raw": raw_copy(v)} if s.value_bits == 16 else self._encode_values(v, state)
-        tensors |= {"k_raw": raw_copy(k)} if steering is None else self._encode_keys(k, moment, steering)
+        tensors |= {"k_raw": raw_copy(k)} if steering is None else self._encode_keys(k, moment, steering, state)
         state.tokens += tokens
         tensors = {n: t if n.endswith("_raw") else t.unflatten(0, (batch, heads)) for n, t in tensors.items()}
         return PackedSpan(
@@ -113,16 +116,19 @@ class QuantWM:
         return KeySteering(basis, key_feedback(moment, basis) if moment is not None and self.feedback else None)
 
     def _encode_keys(
-        self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering
+        self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering, state: LayerState
     ) -> dict[str, torch.Tensor]:
         x = by_heads(k)
-        book = learn_codebook(x, self.centroid_count(x.shape[1], KEY_TOKENS_PER_CENTROID))
+        count = self.centroid_count(x.shape[1], KEY_TOKENS_PER_CENTROID)
+        book = learn_codebook(x, count, earlier_codebook(state, "k", x.shape[0], count))
+        state.learn("k_centroids", x.shape[1], k_centroids=book.codes, k_centroids_grid=book.grid)
         centroids = book.decode()
         weights = channel_weights(moment, x)
+        s = self.settings
         metric = moment if self.full_metric else None
-        ids = assign_query_sensitive(x, centroids, weights, self.settings.group_size, self.settings.candidates, metric)
+        ids = assign_query_sensitive(x, centroids, weights, s.group_size, s.candidates, BUCKETS, metric)
         residual = x - gather_centroids(centroids, ids)
-        tensors, decoded = self._encode_residual("k", residual, ids, self.settings.key_bits, steering.feedback)
+        tensors, decoded = self._encode_residual("k", residual, ids, s.key_bits, steering.feedback)
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
         basis = steering.basis
         if basis is not None:
@@ -136,9 +142,10 @@ class QuantWM:
         x = by_heads(v)
         tokens = x.shape[1]
         if state.due("v_centroids"):
-            book = learn_codebook(x, self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID))
+            count = self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID)
+            book = learn_codebook(x, count, earlier_codebook(state, "v", x.shape[0], count))
             state.learn("v_centroids", tokens, v_centroids=book.codes, v_centroids_grid=book.grid)
-        if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
+        if state.value_metric is not None and self.wants_value_metric(state):
             state.learn("v_feedback", tokens, v_feedback=feedback_matrix(state.value_metric()))
         book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
         centroids = book.decode()
@@ -176,12 +183,21 @@ class QuantWM:
         return tensors, decoded
 
 
-def learn_codebook(x: torch.Tensor, count: int) -> Codebook:
-    """`count` centroids of `x` float `[N, S, D]`, from a sample of its tokens."""
+def learn_codebook(x: torch.Tensor, count: int, before: Codebook | None = None) -> Codebook:
+    """`count` centroids of `x` float `[N, S, D]`, from a sample of its tokens; `before` is a codebook to begin with."""
     tokens = x.shape[1]
-    start = x[:, evenly_spaced(tokens, count, x.device)]
     sample = x[:, scattered_tokens(tokens, SAMPLE_PER_CENTROID * count, x.device)]
-    return Codebook.encode(kmeans(sample, count, ITERATIONS, start))
+    if before is not None:
+        return Codebook.encode(kmeans(sample, count, WARM_ITERATIONS, before.decode()))
+    return Codebook.encode(kmeans(sample, count, ITERATIONS, x[:, evenly_spaced(tokens, count, x.device)]))
+
+
+def earlier_codebook(state: LayerState, side: str, heads: int, count: int) -> Codebook | None:
+    """The layer's last codebook of keys ("k") or values ("v"), if it has the size that is wanted now."""
+    codes = state.shared.get(f"{side}_centroids")
+    if codes is None or codes.shape[:2] != (heads, count):
+        return None
+    return Codebook(codes, state.shared[f"{side}_centroids_grid"])
 
 
 def key_basis(

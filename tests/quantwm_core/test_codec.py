@@ -112,7 +112,7 @@ def test_candidates_under_the_whole_metric_follow_their_formula():
     queries = normal(1, 40, 32, seed=3).double() @ normal(1, 32, 32, seed=4).double()
     moment = queries.transpose(1, 2) @ queries / 40
     weights = qsac.channel_weights(moment, keys)
-    got = qsac.assign_query_sensitive(keys, centroids, weights, 16, 3, moment)[0]
+    got = qsac.assign_query_sensitive(keys, centroids, weights, 16, 3, metric=moment)[0]
     diagonal = qsac.assign_query_sensitive(keys, centroids, weights, 16, 3)[0]
     for s in range(60):
         residual = keys[0, s] - centroids[0]
