@@ -69,12 +69,12 @@ def _root(metric: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(table: torch.Tensor, candidates: int, buckets: int) -> torch.Tensor:
-    """Columns int64 `[..., candidates]` of the lowest entries, at most one of each bucket, lowest first."""
+    """Columns int64 `[..., at most candidates]` of the lowest entries, at most one of each bucket, lowest first."""
     if table.shape[-1] <= buckets:
         return table.topk(candidates, dim=-1, largest=False, sorted=True).indices
     padded = torch.nn.functional.pad(table, (0, -table.shape[-1] % buckets), value=float("inf"))
     lowest, turn = padded.unflatten(-1, (-1, buckets)).min(-2)
-    bucket = lowest.topk(candidates, dim=-1, largest=False, sorted=True).indices
+    bucket = lowest.topk(min(candidates, buckets), dim=-1, largest=False, sorted=True).indices
     return turn.gather(-1, bucket) * buckets + bucket
 
 
