@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results (out)")
     parser.add_argument("--workflow", type=Path, help="workflow file (the tiny-world template)")
     arguments = parser.parse_args()
-    workflow = arguments.workflow or next((ROOT / "workflows").glob("*tiny-world*.json"))
+    workflow = arguments.workflow or ROOT / "workflows" / "tiny-world.json"
     out = arguments.out
     out.mkdir(parents=True, exist_ok=True)
 

@@ -1,25 +1,33 @@
 """What packing costs in the picture: the tiny world in the real host, each method against full precision.
 
     python -m benchmarks.quality [--json FILE] [--quick] [--worlds N] [--seeds N] [--given N] [--methods NAME ...]
+                                 [--ablations] [--docs FILE] [--from JSON ...]
 
 Each world is given 21 true frames (a whole turn) and goes on for 15; the figures compare those 15 with the rollout on
-an uncompressed cache (psnr, ssim), with the true views that come back (revisit_psnr), and the logits under packed keys
-with those under true keys (top1_shift). Intervals are 95 %, over worlds and seeds.
-top1_shift is taken on the first seed.
+an uncompressed cache (psnr, ssim, flicker) and with the true views that come back (revisit_psnr). Intervals are 95 %,
+over worlds and seeds. top1_shift, logit_mse and attention_error compare attention on the packed cache with attention
+on true keys and values, in one more rollout of the first seed that goes on with the true ones (teacher-forced).
+
+--docs writes the tables as a page; with --from it does so from the files of earlier runs, and measures nothing.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import time
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from quantwm_core.picture_metrics import flicker as flicker_between
 from quantwm_core.settings import METHODS
 
+from .ablations import ABLATIONS, PAPER, Variant
 from .host import load_pack
-from .report import parser, print_table, write_json
+from .quality_page import write_page
+from .report import document, parser, print_table, write_json
 from .tiny_rollout import Worlds, prepare, sample
 
 COLUMNS = [
@@ -33,26 +41,15 @@ COLUMNS = [
     "psnr_ci95",
     "psnr_min",
     "ssim_mean",
+    "flicker",
     "revisit_psnr_mean",
     "top1_shift",
+    "logit_mse",
+    "attention_error",
     "seconds",
 ]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A row: a method with settings, and for ablations the parts of it that are switched off."""
-
-    method: str
-    name: str = "default"
-    key_bits: int = 2
-    value_bits: int = 2
-    settings: dict = field(default_factory=dict)
-    parts: dict = field(default_factory=dict)
-
-
-# Spans here have 288 tokens; eight centroids are as many tokens a centroid as the paper's shortest spans have.
-PAPER = {"centroids": 8, "rank": 8}
 VARIANTS = (
     Variant("off"),
     Variant("rtn"),
@@ -85,6 +82,7 @@ VARIANTS = (
     ),
 )
 QUICK = (VARIANTS[0], VARIANTS[4], VARIANTS[5])
+GIVEN = 21
 
 
 def build_method(variant: Variant, settings):
@@ -101,22 +99,25 @@ def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) ->
         method=variant.method, key_bits=variant.key_bits, value_bits=variant.value_bits, **variant.settings
     )
     method = build_method(variant, settings) if settings.compresses else None
-    psnr, ssim, revisit, seconds, shift = [], [], [], [], 0.0
+    # One seed is enough for shares over so many queries.
+    probe = core.probe.LogitProbe(teacher_forced=True)
+    if settings.compresses:
+        sample(worlds, load_pack().world_models.attach(worlds.model, settings, method=method, probe=probe)[0], 0)
+    psnr, ssim, flicker, revisit, seconds = [], [], [], [], []
     for seed, reference in enumerate(references):
-        # Comparing logits costs as much as the run itself; one seed is enough for a share over so many queries.
-        probe = core.probe.LogitProbe() if seed == 0 else None
-        patched, handle = load_pack().world_models.attach(worlds.model, settings, method=method, probe=probe)
+        patched, handle = load_pack().world_models.attach(worlds.model, settings, method=method)
         started = time.perf_counter()
         frames = worlds.decode(sample(worlds, patched, seed))
         seconds.append(time.perf_counter() - started)
         psnr += per_world_psnr(frames, reference)
         ssim += per_world_ssim(frames, reference)
+        flicker += per_world_flicker(frames, reference)
         revisit += per_world_psnr(frames, worlds.true_frames[:, worlds.seed_frames :])
-        shift = probe.top1_shift if probe else shift
     record = handle.record
     return {
         "method": variant.method,
         "variant": variant.name,
+        "series": variant.series,
         "key_bits": variant.key_bits if settings.compresses else 16,
         "value_bits": variant.value_bits if settings.compresses else 16,
         "bits_per_element": round(bits_per_element(record), 4),
@@ -125,10 +126,17 @@ def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) ->
         "psnr_ci95": _ci95(psnr),
         "psnr_min": round(min(psnr), 3),
         "ssim_mean": _mean(ssim),
+        "ssim_ci95": _ci95(ssim),
+        "flicker": _mean(flicker),
         "revisit_psnr_mean": _mean(revisit),
         "revisit_psnr_ci95": _ci95(revisit),
-        "top1_shift": round(shift, 4),
+        "top1_shift": round(probe.top1_shift, 4),
+        "logit_mse": round(probe.logit_mse, 5),
+        "attention_error": round(probe.attention_error, 5),
+        "by_head": {name: _rounded(layers) for name, layers in probe.by_head().items()},
         "seconds": round(sum(seconds) / len(seconds), 2),
+        "encode_seconds": record["encode_seconds"],
+        "decode_seconds": record["decode_seconds"],
         "psnr_each": [round(value, 3) for value in psnr],
     }
 
@@ -146,6 +154,12 @@ def per_world_psnr(frames: torch.Tensor, reference: torch.Tensor, ceiling: float
 
     pairs = zip(frames.float(), reference.to(frames).float())
     return [min(ceiling, float(peak_signal_noise_ratio(a, b, data_range=1.0))) for a, b in pairs]
+
+
+def per_world_flicker(frames: torch.Tensor, reference: torch.Tensor) -> list[float]:
+    """Flicker of each world against its reference in 8-bit levels, mean over its frames."""
+    differences = frames.float() - reference.to(frames).float()
+    return [flicker_between(world[1:], world[:-1]) for world in differences]
 
 
 def per_world_ssim(frames: torch.Tensor, reference: torch.Tensor) -> list[float]:
@@ -167,25 +181,54 @@ def _ci95(values: list[float]) -> float:
     return round(1.96 * float(torch.tensor(values).std()) / math.sqrt(len(values)), 4)
 
 
+def _rounded(table: list[list[float]]) -> list[list[float]]:
+    return [[round(value, 5) for value in row] for row in table]
+
+
+def run(arguments: argparse.Namespace) -> dict:
+    """Measure all wanted rows; the document that goes to JSON. It is written after each row, if anywhere."""
+    count, seeds = (2, 1) if arguments.quick else (arguments.worlds, arguments.seeds)
+    worlds = prepare([1000 + i for i in range(count)], arguments.given)
+    references = [worlds.decode(sample(worlds, worlds.model, seed)) for seed in range(seeds)]
+    variants = (QUICK if arguments.quick else VARIANTS) + (ABLATIONS if arguments.ablations else ())
+    about = {"arguments": _arguments(arguments), "worlds": count, "seeds": seeds, "given": arguments.given}
+    rows, measured = [], {}
+    for variant in (v for v in variants if v.method in (arguments.methods or METHODS)):
+        known = measured.get(variant.measured)
+        row = known or measured.setdefault(variant.measured, measure(variant, worlds, references))
+        rows.append({**row, "variant": variant.name, "series": variant.series})
+        print_table(rows[-1:], COLUMNS)
+        # A long run that is cut short keeps what it has.
+        write_json(arguments.json, "benchmarks.quality", rows, **about)
+    print(f"\n{count} worlds x {seeds} seeds")
+    print_table(rows, COLUMNS)
+    return document("benchmarks.quality", rows, **about)
+
+
+def _arguments(arguments: argparse.Namespace) -> str:
+    """What was asked for on the command line, without names of files."""
+    words = ["--quick"] if arguments.quick else [f"--worlds {arguments.worlds}", f"--seeds {arguments.seeds}"]
+    words += [] if arguments.given == GIVEN else [f"--given {arguments.given}"]
+    words += ["--ablations"] if arguments.ablations else []
+    return " ".join(words + (["--methods", *arguments.methods] if arguments.methods else []))
+
+
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--worlds", type=int, default=12)
     options.add_argument("--seeds", type=int, default=2)
-    options.add_argument("--given", type=int, default=21, help="true frames given; 0 generates from nothing")
+    options.add_argument("--given", type=int, default=GIVEN, help="true frames given; 0 generates from nothing")
     options.add_argument("--methods", nargs="+", help="only rows of these methods")
+    options.add_argument("--ablations", action="store_true", help="also the rows that take methods apart")
+    options.add_argument("--docs", type=Path, metavar="FILE", help="also write the tables as a page, docs/quality.md")
+    options.add_argument("--from", dest="earlier", nargs="+", type=Path, metavar="JSON", help="measure nothing")
     arguments = options.parse_args()
-    count, seeds = (2, 1) if arguments.quick else (arguments.worlds, arguments.seeds)
-    worlds = prepare([1000 + i for i in range(count)], arguments.given)
-    references = [worlds.decode(sample(worlds, worlds.model, seed)) for seed in range(seeds)]
-    rows = []
-    wanted = [v for v in (QUICK if arguments.quick else VARIANTS) if v.method in (arguments.methods or METHODS)]
-    for variant in wanted:
-        rows.append(measure(variant, worlds, references))
-        print_table(rows[-1:], COLUMNS)
-        # Written after each row: a long run that is cut short keeps what it has.
-        write_json(arguments.json, "benchmarks.quality", rows, worlds=count, seeds=seeds)
-    print(f"\n{count} worlds x {seeds} seeds")
-    print_table(rows, COLUMNS)
+    if arguments.earlier and not arguments.docs:
+        options.error("--from takes rows of earlier runs to write --docs FILE from them; name that file.")
+    earlier = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.earlier or ()]
+    documents = earlier or [run(arguments)]
+    if arguments.docs:
+        write_page(arguments.docs, documents)
 
 
 if __name__ == "__main__":

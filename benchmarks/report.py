@@ -45,12 +45,16 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
 
 
+def document(command: str, rows: list[dict], **extra) -> dict:
+    """The rows with their circumstances, as they are written to JSON."""
+    return {"command": command, "environment": environment(), **extra, "rows": rows}
+
+
 def write_json(path: Path | None, command: str, rows: list[dict], **extra) -> None:
     """Write the rows with their circumstances, if a path was given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        document = {"command": command, "environment": environment(), **extra, "rows": rows}
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(document(command, rows, **extra), indent=1) + "\n", encoding="utf-8")
 
 
 def _cell(value) -> str:

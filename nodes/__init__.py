@@ -4,6 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .apply import QuantWMApply
 from .cache_stats import QuantWMCacheStats
+from .compare import QuantWMCompare
 from .kv_cache import QuantWMKVCache
 from .load_world_model import QuantWMLoadWorldModel
 from .tiny_world_conditioning import TinyWorldConditioning
@@ -18,6 +19,7 @@ NODES: list[type[io.ComfyNode]] = [
     TinyWorldVAE,
     TinyWorldConditioning,
     TinyWorldSeed,
+    QuantWMCompare,
 ]
 
 

@@ -17,6 +17,11 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
 
 
+def text_width(text: str, size: float = 14) -> float:
+    """Pixels that a line of text takes."""
+    return _font(round(size * SCALE)).getlength(text) / SCALE
+
+
 class Canvas:
     """Coordinates are pixels of the finished picture; colours are "#rrggbb" or "#rrggbbaa"."""
 
@@ -65,7 +70,7 @@ class Canvas:
         )
 
     def text_width(self, text: str, size: float = 14) -> float:
-        return _font(round(size * SCALE)).getlength(text) / SCALE
+        return text_width(text, size)
 
     def finished(self) -> Image.Image:
         return self._image.resize(self.size, Image.Resampling.LANCZOS)

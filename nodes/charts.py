@@ -180,14 +180,14 @@ def _draw_growth(canvas: Canvas, history: list[dict[str, Any]]) -> None:
 def _axes(canvas: Canvas, plot: Box, largest: float, blocks: int) -> float:
     """Grid, scales and titles. Returns the value at the upper edge of the plot."""
     unit = min(int(math.log(max(largest, 1), 1024)), len(UNITS) - 1)
-    step = _nice_step(largest / 1024**unit / 4)
+    step = nice_step(largest / 1024**unit / 4)
     top = step * math.ceil(largest / 1024**unit / step - 1e-9)
     for i in range(round(top / step) + 1):
         y = plot[3] - (plot[3] - plot[1]) * i * step / top
         canvas.line([(plot[0], y), (plot[2], y)], GRID)
         label = f"{i * step:g} {UNITS[unit]}" if i else "0"
         canvas.text((plot[0] - 10, y), label, MUTED, size=15, anchor="rm")
-    stride = max(1, round(_nice_step(blocks / 6, (1, 2, 5, 10))))
+    stride = max(1, round(nice_step(blocks / 6, (1, 2, 5, 10))))
     for block in range(0, blocks + 1, stride):
         x = plot[0] + (plot[2] - plot[0]) * block / blocks
         canvas.text((x, plot[3] + 10), str(block), MUTED, size=15, anchor="ma")
@@ -195,7 +195,7 @@ def _axes(canvas: Canvas, plot: Box, largest: float, blocks: int) -> float:
     return top * 1024**unit
 
 
-def _nice_step(rough: float, factors: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)) -> float:
+def nice_step(rough: float, factors: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)) -> float:
     """The smallest of the factors times a power of ten that is not below `rough`."""
     power = 10 ** math.floor(math.log10(rough))
     return next(factor * power for factor in factors if factor * power >= rough * (1 - 1e-9))

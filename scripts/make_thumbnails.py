@@ -1,13 +1,14 @@
 """Make the pictures that the template browser shows, one beside each workflow.
 
-    .venv/bin/python scripts/make_thumbnails.py
+    .venv/bin/python scripts/make_thumbnails.py [WORKFLOW ...]
 
-The tiny world's shows frames and numbers of a run that this script makes. Where weights have to be
+The tiny world's show frames and numbers of a run that this script makes. Where weights have to be
 downloaded, the picture lists the steps of the graph, read from the workflow file.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import json
@@ -19,7 +20,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.demo import Run, node_of, run_prompt, with_settings  # noqa: E402
+from benchmarks.demo import Run, node_of, record_in, run_prompt, with_settings  # noqa: E402
 from benchmarks.host import load_pack, start_host  # noqa: E402
 from benchmarks.server import comfy_server  # noqa: E402
 from benchmarks.workflow_api import to_api_prompt  # noqa: E402
@@ -46,6 +47,22 @@ def tiny_world_picture(canvas_module, run: Run, given: int) -> Image.Image:
     for i in range(4):
         frame = generated[i * (len(generated) - 1) // 3]
         picture.paste(frame.resize((317, 211), Image.Resampling.LANCZOS), (323 * (i % 2), 217 * (i // 2)))
+    return picture
+
+
+def comparison_picture(canvas_module, frames: list[Image.Image], record: dict) -> Image.Image:
+    """Two moments of both videos, and how far they are apart; `frames` are side by side, as the node gives them."""
+    canvas = canvas_module.Canvas(SIZE, SIZE, BACKGROUND)
+    canvas.text((28, 462), f"{record['psnr']:.1f} dB PSNR", TEXT, size=50, weight=0.8)
+    canvas.text((28, 532), f"SSIM {record['ssim']:.3f}, flicker {record['flicker']:.1f} of 255", MUTED, size=28)
+    canvas.text((28, 584), "full precision on the left, 2 bits on the right", MUTED, size=26)
+    picture = canvas.finished()
+    width, height = 192, 128
+    for row, index in enumerate((-10, -1)):
+        for column in range(2):
+            left, top = column * (width + 4), frames[index].height - height
+            frame = frames[index].crop((left, top, left + width, top + height))
+            picture.paste(frame.resize((317, 211), Image.Resampling.LANCZOS), (323 * column, 217 * row))
     return picture
 
 
@@ -79,13 +96,32 @@ def run_tiny_world(workflow: dict) -> tuple[Run, int]:
         return run_prompt(server, with_settings(prompt, method="quantwm")), given
 
 
+def run_comparison(workflow: dict) -> tuple[list[Image.Image], dict]:
+    """Frames beside each other and the record of the workflow's Compare Worlds."""
+    with comfy_server() as server:
+        prompt = to_api_prompt(workflow, server.object_info())
+        compare = node_of(prompt, "QuantWMCompare")
+        prompt["frames"] = {"class_type": "SaveImage", "inputs": {"images": [compare, 2], "filename_prefix": "frame"}}
+        outputs = server.run(prompt)["outputs"]
+        frames = [Image.open(io.BytesIO(server.file(each))) for each in outputs["frames"]["images"]]
+        return [frame.convert("RGB") for frame in frames], record_in(outputs[compare]["text"][0])
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workflows", nargs="*", metavar="WORKFLOW", help="names without .json (all)")
+    wanted = parser.parse_args().workflows
     start_host()
     load_pack()
     canvas_module = importlib.import_module("quantwm_pack.nodes.canvas")
     for path in sorted(WORKFLOWS.glob("*.json")):
+        if wanted and path.stem not in wanted:
+            continue
         workflow = json.loads(path.read_text())
-        if any(node["type"] == "QuantWMTinyWorldSeed" for node in workflow["nodes"]):
+        types = {node["type"] for node in workflow["nodes"]}
+        if "QuantWMCompare" in types:
+            picture = comparison_picture(canvas_module, *run_comparison(workflow))
+        elif "QuantWMTinyWorldSeed" in types:
             picture = tiny_world_picture(canvas_module, *run_tiny_world(workflow))
         else:
             picture = steps_picture(canvas_module, workflow, path.stem)

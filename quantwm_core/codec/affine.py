@@ -9,16 +9,24 @@ from .groups import split_groups, spread_groups
 SCALE_LEVELS = 255
 
 
-def affine_grid(residual: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def affine_grid(
+    residual: torch.Tensor, bits: int, group_size: int, symmetric: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero-point of each group; the range is stretched to contain 0, or INT2 zero-points would clamp.
 
     Args:
         residual: float `[N, S, D]`.
+        symmetric: the range is from -max |r| to max |r| in an odd number of levels, three at 2 bits, as Quant VideoGen
+            rounds residuals (arXiv 2602.02958). The largest code, 2**bits - 1, must not be used then.
 
     Returns:
         scale float `[N, S, G]` (0 for an all-zero group), zero-point uint8 `[N, S, G]`.
     """
     groups = split_groups(residual, group_size)
+    if symmetric:
+        largest = (1 << (bits - 1)) - 1
+        scale = groups.abs().amax(-1) / largest
+        return scale, torch.full_like(scale, largest, dtype=torch.uint8)
     low = groups.amin(-1).clamp_max(0)
     high = groups.amax(-1).clamp_min(0)
     top = (1 << bits) - 1

@@ -57,12 +57,17 @@ class KeySteering:
 
 @dataclass(frozen=True)
 class QuantWM:
-    """Our default method. `feedback` and `correction` switch parts off for ablations."""
+    """Our default method. `feedback` and `correction` switch parts off for ablations.
+
+    full_metric: candidates are the nearest centroids under the queries' whole second moment, not its diagonal; an
+        ablation of the PyTorch encoder alone.
+    """
 
     settings: CacheSettings
     feedback: bool = True
     correction: bool = True
     name: str = "quantwm"
+    full_metric: bool = False
     uses_earlier_queries = False
     recent_tokens = 0
 
@@ -128,7 +133,8 @@ class QuantWM:
         centroids = book.decode()
         weights = channel_weights(moment, x)
         s = self.settings
-        ids = assign_query_sensitive(x, centroids, weights, s.group_size, s.candidates, BUCKETS)
+        metric = moment if self.full_metric else None
+        ids = assign_query_sensitive(x, centroids, weights, s.group_size, s.candidates, BUCKETS, metric)
         residual = x - gather_centroids(centroids, ids)
         tensors, decoded = self._encode_residual("k", residual, ids, s.key_bits, steering.feedback)
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}

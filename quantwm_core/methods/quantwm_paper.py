@@ -42,13 +42,19 @@ def automatic_centroids(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class QuantWMPaper:
-    """The published method; `centroids=False`, `query_sensitive=False`, `correction=False` give its ablations."""
+    """The published method; `centroids=False`, `query_sensitive=False`, `correction=False` give its ablations.
+
+    symmetric: residuals on a grid around zero (ternary at 2 bits) in place of the affine one, in the same layout.
+    full_metric: candidates are the nearest centroids under the queries' whole second moment, not its diagonal.
+    """
 
     settings: CacheSettings
     name: str = "quantwm-paper"
     centroids: bool = True
     query_sensitive: bool = True
     correction: bool = True
+    symmetric: bool = False
+    full_metric: bool = False
 
     rehearses = False
     recent_tokens = 0
@@ -129,10 +135,12 @@ class QuantWMPaper:
             base = gather_centroids(book.float(), ids)
             tensors = {f"{prefix}_centroids": book, f"{prefix}_ids": ids.to(torch.uint8)}
         residual = x - base
-        wanted, zero = affine_grid(residual, bits, group_size)
+        wanted, zero = affine_grid(residual, bits, group_size, self.symmetric)
         scale_codes, factor = encode_scales(wanted)
         scale = decode_scales(scale_codes, factor)
         codes = affine_quantize(residual, scale, zero, bits, group_size)
+        if self.symmetric:
+            codes = codes.clamp_max((1 << bits) - 2)
         tensors |= {f"{prefix}_codes": pack_bits(codes, bits)}
         tensors |= {f"{prefix}_scales": scale_codes, f"{prefix}_scales_factor": factor}
         return tensors, zero, base + affine_dequantize(codes, scale, zero, group_size)
@@ -141,7 +149,10 @@ class QuantWMPaper:
         if prefix == "v" or not self.query_sensitive:
             return nearest_centroid(x, book)
         weights = channel_weights(moment, x)
-        return assign_query_sensitive(x, book, weights, self.settings.group_size, self.settings.candidates)
+        metric = moment if self.full_metric else None
+        return assign_query_sensitive(
+            x, book, weights, self.settings.group_size, self.settings.candidates, metric=metric
+        )
 
 
 def plain_rounding(settings: CacheSettings, name: str = "rtn") -> QuantWMPaper:

@@ -18,6 +18,7 @@ NODE_IDS = {
     "QuantWMTinyWorldVAE",
     "QuantWMTinyWorldConditioning",
     "QuantWMTinyWorldSeed",
+    "QuantWMCompare",
 }
 
 

@@ -34,6 +34,7 @@ INPUTS = {
     "QuantWMTinyWorldVAE": [],
     "QuantWMTinyWorldConditioning": CAMERA,
     "QuantWMTinyWorldSeed": ["model", "vae", "world_seed", *CAMERA, "seed_frames", "length"],
+    "QuantWMCompare": ["reference", "compared", "difference_gain", "reference_name", "compared_name"],
 }
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
@@ -43,6 +44,7 @@ OUTPUTS = {
     "QuantWMTinyWorldVAE": ["VAE"],
     "QuantWMTinyWorldConditioning": ["CONDITIONING"],
     "QuantWMTinyWorldSeed": ["MODEL", "LATENT", "IMAGE"],
+    "QuantWMCompare": ["STRING", "IMAGE", "IMAGE", "FLOAT", "FLOAT"],
 }
 NAMES = {
     "QuantWMKVCache": "QuantWM KV Cache",
@@ -52,6 +54,7 @@ NAMES = {
     "QuantWMTinyWorldVAE": "Tiny World VAE",
     "QuantWMTinyWorldConditioning": "Tiny World Conditioning",
     "QuantWMTinyWorldSeed": "Tiny World Seed",
+    "QuantWMCompare": "Compare Worlds",
 }
 KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off"]
 ADVANCED = {"QuantWMKVCache": INPUTS["QuantWMKVCache"][3:], "QuantWMLoadWorldModel": ["weight_dtype"]}

@@ -107,6 +107,34 @@ def test_query_sensitive_assignment_follows_the_papers_formula():
         assert got[s] == candidates[cost[candidates].argmin()]
 
 
+def test_candidates_under_the_whole_metric_follow_their_formula():
+    keys, centroids = normal(1, 60, 32).double(), normal(1, 10, 32, seed=1).double()
+    queries = normal(1, 40, 32, seed=3).double() @ normal(1, 32, 32, seed=4).double()
+    moment = queries.transpose(1, 2) @ queries / 40
+    weights = qsac.channel_weights(moment, keys)
+    got = qsac.assign_query_sensitive(keys, centroids, weights, 16, 3, metric=moment)[0]
+    diagonal = qsac.assign_query_sensitive(keys, centroids, weights, 16, 3)[0]
+    for s in range(60):
+        residual = keys[0, s] - centroids[0]
+        candidates = torch.einsum("kc,cd,kd->k", residual, moment[0], residual).argsort()[:3]
+        ranges = residual.view(10, 2, 16).amax(-1) - residual.view(10, 2, 16).amin(-1)
+        cost = (weights[0].view(2, 16).sum(-1) * ranges.square()).sum(-1)
+        assert got[s] == candidates[cost[candidates].argmin()]
+    assert not torch.equal(got, diagonal)
+
+
+def test_a_symmetric_grid_is_ternary_at_two_bits():
+    residual = normal(2, 30, 48)
+    residual[0, 3] = 0
+    scale, zero = affine.affine_grid(residual, 2, 16, symmetric=True)
+    codes = affine.affine_quantize(residual, scale, zero, 2, 16)
+    peaks = residual.double().view(2, 30, 3, 16).abs().amax(-1).repeat_interleave(16, -1)
+    steps = (residual.double() / peaks).nan_to_num().round()
+    assert set(codes.unique().tolist()) == {0, 1, 2}
+    assert torch.allclose(affine.affine_dequantize(codes, scale, zero, 16).double(), steps * peaks, rtol=1e-6)
+    assert (affine.affine_grid(residual, 4, 16, symmetric=True)[1] == 7).all()
+
+
 def test_eigenvectors_span_the_leading_subspace():
     q = normal(3, 500, 24) * torch.linspace(0.1, 3, 24)
     moment = q.transpose(1, 2) @ q / 500

@@ -178,3 +178,12 @@ def test_an_outlier_token_is_measured_and_bounded(method):
     lost = ((values - k)[:, 1:].square().sum() / k[:, 1:].square().sum()).item()
     bounds = {"quantwm": 0.45, "quantwm-paper": 0.25, "rtn": 0.25, "quarot": 0.25, "kivi": 0.2, "qvg": 0.55}
     assert lost < bounds.get(method, 0.4)
+
+
+@pytest.mark.parametrize("method", ["quantwm", "quantwm-paper"])
+@pytest.mark.parametrize("candidates", [1, 64, 65, 256])
+def test_any_number_of_candidates_can_be_asked_for(method, candidates):
+    """More than there are buckets to take them from, too."""
+    k = normal(1, 300, 1, 64)
+    keys, *_ = roundtrip(k, method=method, centroids=256, candidates=candidates)
+    assert (keys - k).square().mean() < 0.2 * k.square().mean()

@@ -189,15 +189,15 @@ class PackedLayer:
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable) -> torch.Tensor:
         """Attention over history and the block; on the clean pass the block then becomes history."""
         layer, probe = self.layer, self._run.probe
-        if probe is not None:
-            probe.attend(self._index, q, layer.read(k, v)[0])
         out = layer.attend(q, k, v, attention)
+        if probe is not None:
+            out = probe.attend(self._index, q, layer.read(k, v)[0], (k, v), attention, out)
         if not self._run.clean:
             layer.observe(q)
             self._ahead = q.shape[1]
             return out
         if probe is not None:
-            probe.commit(self._index, k)
+            probe.commit(self._index, k, v)
         layer.append(k, v, q)
         self._run.cache.commit(self._index)
         return out
