@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -111,8 +111,17 @@ class LayerCache:
             moment = self._backend.run("second_moment", self._facts(queries), queries)
             self._observed.add(moment)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None = None) -> None:
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         """Add a block `[B, S, H, D]`; `queries` are those that met these keys, in the same coordinates.
+
+        Args:
+            lengths: add it as several blocks of so many tokens each.
 
         Raises:
             ValueError: when batch, heads or head width differ from what the cache holds.
@@ -120,7 +129,10 @@ class LayerCache:
         self._check_shape(k, v)
         if queries is not None:
             self.observe(queries)
-        self.pending.append(RawBlock(k, v, self._observed.take()))
+        moment = self._observed.take()
+        lengths = list(lengths or (k.shape[1],))
+        for keys, values in zip(k.split(lengths, 1), v.split(lengths, 1)):
+            self.pending.append(RawBlock(keys, values, moment))
 
     def commit(self) -> None:
         """Make appended blocks history, and pack every block that no setting keeps in full precision."""

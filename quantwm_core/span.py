@@ -11,7 +11,8 @@ import torch
 PARTS = ("codes", "ids", "centroids", "scales", "zeros", "psac_c", "psac_u")
 RAW = "raw"
 
-# Tensors with a token axis, `[B, H, S, ...]` or, where raw, `[B, S, H, D]`; all others belong to the whole span, `[B, H, ...]`.
+# Tensors with a token axis, `[B, H, S, ...]` or, where raw, `[B, S, H, D]`; all others belong to the whole span,
+# `[B, H, ...]`.
 PER_TOKEN = {
     "k_codes",
     "v_codes",
