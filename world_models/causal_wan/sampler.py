@@ -48,7 +48,7 @@ class WorldSampler(comfy.samplers.KSAMPLER):
     def sample(self, model_wrap, sigmas, extra_args, callback, noise, *args, **kwargs):
         """As the host calls it; progress counts every forward of every block, not the steps of one."""
         if callback is not None:
-            given = _given_latent(extra_args)
+            given = given_latent(extra_args["model_options"])
             frames = noise.shape[2] - (0 if given is None else given.shape[2])
             total = len(self.settings.block_lengths(frames)) * len(sigmas)
             show = callback
@@ -120,7 +120,7 @@ class Rollout:
         return self.extra_args["model_options"].setdefault("transformer_options", {})
 
     def _prepare_given(self) -> torch.Tensor | None:
-        latent = _given_latent(self.extra_args)
+        latent = given_latent(self.extra_args["model_options"])
         if latent is None:
             return None
         wanted = self.x.shape
@@ -226,10 +226,9 @@ class Rollout:
             self.on_block(entry | {"in_reach": self.window.frames})
 
 
-def _given_latent(extra_args: dict) -> torch.Tensor | None:
-    """First frames that an image-to-video node gave to the model."""
-    options = extra_args.get("model_options", {}).get("transformer_options", {})
-    return options.get("ar_config", {}).get("initial_latent")
+def given_latent(model_options: dict) -> torch.Tensor | None:
+    """First frames `[B, C, T, H, W]` that an image-to-video node gave to the model."""
+    return model_options.get("transformer_options", {}).get("ar_config", {}).get("initial_latent")
 
 
 def _causal_network(base_model: Any, x: torch.Tensor) -> Any:
