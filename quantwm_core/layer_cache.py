@@ -20,20 +20,34 @@ from .stopwatch import Stopwatch
 
 @dataclass
 class Entry:
-    """A stored piece, the lengths, in tokens, of the committed blocks in it, and the number of the first of them."""
+    """A stored piece, the lengths, in tokens, of the committed blocks in it, and the number of the first of them.
+
+    continues: the first of them began in the entry before.
+    """
 
     stored: RawBlock | PackedSpan
     lengths: list[int]
     first: int = 0
+    continues: bool = False
 
     @property
     def blocks(self) -> int:
-        return len(self.lengths)
+        """Blocks that begin here."""
+        return len(self.lengths) - self.continues
+
+    def split(self, tokens: int) -> list[Entry]:
+        """A block in full precision as its first `tokens` tokens and the rest."""
+        k, v, moment = self.stored.k, self.stored.v, self.stored.moment
+        first, rest = RawBlock(k[:, :tokens], v[:, :tokens], moment), RawBlock(k[:, tokens:], v[:, tokens:], moment)
+        return [
+            Entry(first, [first.tokens], self.first, self.continues),
+            Entry(rest, [rest.tokens], self.first, True),
+        ]
 
     @property
     def numbers(self) -> range:
-        """Numbers of its blocks, counted from the start of the run."""
-        return range(self.first, self.first + self.blocks)
+        """Numbers of the blocks that it holds or holds a part of, counted from the start of the run."""
+        return range(self.first, self.first + len(self.lengths))
 
     def shorten(self, stored: RawBlock | PackedSpan) -> None:
         """Keep the beginning that `stored` holds."""
@@ -71,7 +85,7 @@ class LayerCache:
         self.entries: list[Entry] = []
         self.pending: list[RawBlock] = []
         self.bank: list[Entry] = []
-        self.recalled: dict[int, RawBlock | PackedSpan] = {}
+        self.recalled: dict[tuple[int, bool], RawBlock | PackedSpan] = {}
         self._retired = 0
         self._leaving: set[int] = set()
         self._observed = RunningMoment()
@@ -180,12 +194,12 @@ class LayerCache:
         out = [entry for entry in self.entries if self._leaving.issuperset(entry.numbers)]
         if not out:
             return
-        self.entries = [entry for entry in self.entries if entry not in out]
+        self.entries = [entry for entry in self.entries if not self._leaving.issuperset(entry.numbers)]
         self._retired += sum(entry.blocks for entry in out)
-        self._leaving.difference_update(number for entry in out for number in entry.numbers)
+        self._leaving.intersection_update(number for entry in self.entries for number in entry.numbers)
         if bank is not None:
             shared = self._shared_storages(out)
-            self.bank += [Entry(_moved(e.stored, bank, shared), e.lengths, e.first) for e in out]
+            self.bank += [replace(entry, stored=_moved(entry.stored, bank, shared)) for entry in out]
         self._recount()
 
     def forget(self, blocks: Collection[int]) -> None:
@@ -195,11 +209,10 @@ class LayerCache:
 
     def recall(self, blocks: Collection[int]) -> None:
         """Bring the bank's pieces that hold these blocks, and no others, back into reach, until the next call."""
-        wanted = {entry.first: entry.stored for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)}
+        chosen = [entry for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)]
+        wanted = {(entry.first, entry.continues): entry.stored for entry in chosen}
         if self.device is not None and self.settings.cache_device == "gpu":
-            wanted = {
-                first: self.recalled.get(first) or _moved(stored, self.device) for first, stored in wanted.items()
-            }
+            wanted = {key: self.recalled.get(key) or _moved(stored, self.device) for key, stored in wanted.items()}
         self.recalled = wanted
         self._recount()
 
@@ -296,12 +309,35 @@ class LayerCache:
         for index, entry in enumerate(self.entries):
             if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= entry.first < last:
                 ready.append(index)
+        if self.method.recent_tokens and ready:
+            ready = self._older_than_recent(ready)
+            per_span = max(1, len(ready))
         # Whole spans only, from the oldest on; replaced back to front so that indices stay valid.
         groups = [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
         packed = [(group, self._pack([self.entries[i].stored for i in group])) for group in groups]
         for group, span in reversed(packed):
             lengths = [length for i in group for length in self.entries[i].lengths]
-            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, self.entries[group[0]].first)]
+            oldest = self.entries[group[0]]
+            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, oldest.first, oldest.continues)]
+
+    def _older_than_recent(self, ready: list[int]) -> list[int]:
+        """Of entries ready to be packed, those older than the method's window of recent tokens, in whole token groups.
+
+        The entry in which the window begins is cut in two.
+        """
+        held = sum(self.entries[index].stored.tokens for index in ready)
+        after = sum(entry.stored.tokens for entry in self.entries[ready[-1] + 1 :])
+        take = held - max(0, self.method.recent_tokens - after)
+        take -= take % self.method.token_group
+        older = []
+        for index in ready:
+            if take <= 0:
+                break
+            if self.entries[index].stored.tokens > take:
+                self.entries[index : index + 1] = self.entries[index].split(take)
+            older.append(index)
+            take -= self.entries[index].stored.tokens
+        return older
 
     def _pack(self, blocks: list[RawBlock]) -> PackedSpan:
         k, v = blocks[0].k, blocks[0].v

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Saved workflows store these names: only ever append.
-METHODS = ("quantwm", "off", "quantwm-paper", "rtn")
+METHODS = ("quantwm", "off", "quantwm-paper", "rtn", "kivi", "qvg", "qvg-pro", "quarot")
 BITS = (2, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
 CACHE_DEVICES = ("gpu", "cpu")
 BACKENDS = ("auto", "triton", "torch")
+JENSEN = ("off", "exact", "second-order")
 MAX_CENTROIDS = 256
 MAX_RANK = 64
 
@@ -34,6 +35,7 @@ class CacheSettings:
     keep_recent_blocks: int = 0
     cache_device: str = "gpu"
     backend: str = "auto"
+    jensen: str = "off"
 
     def __post_init__(self) -> None:
         _require_choice("method", self.method, METHODS)
@@ -42,6 +44,7 @@ class CacheSettings:
         _require_choice("group_size", self.group_size, GROUP_SIZES)
         _require_choice("cache_device", self.cache_device, CACHE_DEVICES)
         _require_choice("backend", self.backend, BACKENDS)
+        _require_choice("jensen", self.jensen, JENSEN)
         _require_range("centroids", self.centroids, 0, MAX_CENTROIDS, "ids are stored in one byte")
         _require_range("candidates", self.candidates, 1, MAX_CENTROIDS, "it counts centroids compared per key")
         _require_range("rank", self.rank, 0, MAX_RANK, "each step of rank adds a stored coefficient per key")

@@ -11,8 +11,7 @@ import torch
 PARTS = ("codes", "ids", "centroids", "scales", "zeros", "psac_c", "psac_u")
 RAW = "raw"
 
-# Tensors with a token axis, `[B, H, S, ...]` or, where raw, `[B, S, H, D]`; all others belong to the whole span,
-# `[B, H, ...]`.
+# Tensors with a token axis, `[B, H, S, ...]`; all others belong to the whole span, `[B, H, ...]`.
 PER_TOKEN = {
     "k_codes",
     "v_codes",
@@ -20,12 +19,15 @@ PER_TOKEN = {
     "v_ids",
     "k_scales",
     "v_scales",
+    "v_zeros",
     "zeros",
     "k_psac_c",
     "k_psac_c_scales",
-    "k_raw",
-    "v_raw",
 }
+# Keys or values that were not packed, `[B, S, H, D]`.
+RAW_SIDES = {"k_raw", "v_raw"}
+# Tensors with an axis of token groups, `[B, H, ceil(S / group_size), ...]`.
+PER_TOKEN_GROUP = {"k_group_scales", "k_group_zeros"}
 
 
 def part_of(name: str) -> str:
@@ -34,10 +36,6 @@ def part_of(name: str) -> str:
         if part in name:
             return part
     raise KeyError(f"stored tensor {name!r} belongs to no part of {PARTS}")
-
-
-def _token_index(name: str, tokens: slice) -> tuple[slice, ...]:
-    return (slice(None), tokens) if part_of(name) == RAW else (slice(None), slice(None), tokens)
 
 
 @dataclass(eq=False)
@@ -62,6 +60,10 @@ class PackedSpan:
     def batch(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
 
+    def by_head(self) -> dict[str, torch.Tensor]:
+        """Tensors `[B * H, ...]`, as codecs take them; what was not packed stays `[B, S, H, D]`."""
+        return {name: t if name in RAW_SIDES else t.flatten(0, 1) for name, t in self.tensors.items()}
+
     def batch_slice(self, index: slice) -> PackedSpan:
         """The same tokens of some batch entries; shares storage."""
         return replace(self, tensors={name: t[index] for name, t in self.tensors.items()})
@@ -72,8 +74,15 @@ class PackedSpan:
 
     def narrow(self, tokens: int) -> PackedSpan:
         """The first `tokens` tokens, in storage of their own, so that the rest is really freed."""
-        kept = slice(tokens)
-        cut = {n: t[_token_index(n, kept)].clone() if n in PER_TOKEN else t for n, t in self.tensors.items()}
+        groups = -(-tokens // self.group_size)
+        cut = dict(self.tensors)
+        for name, t in self.tensors.items():
+            if name in PER_TOKEN:
+                cut[name] = t[:, :, :tokens].clone()
+            elif name in PER_TOKEN_GROUP:
+                cut[name] = t[:, :, :groups].clone()
+            elif name in RAW_SIDES:
+                cut[name] = t[:, :tokens].clone()
         return replace(self, tokens=tokens, tensors=cut)
 
     def to_savable(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -134,6 +134,20 @@ def test_a_span_of_several_blocks_leaves_as_a_whole():
     assert [list(entry.numbers) for entry in layer.entries] == [[2, 3], [4, 5]]
 
 
+def test_parts_of_a_block_leave_with_their_spans():
+    """KIVI packs whole groups of tokens, across blocks: a span goes when all blocks that it touches may."""
+    layer = layer_cache(method="kivi", group_size=32)
+    for block in range(8):
+        layer.append(*(normal(1, 24, 1, 64, seed=block),) * 3)
+        layer.commit()
+    numbers = [list(entry.numbers) for entry in layer.entries]
+    layer.retire([0, 1])
+    left = [held for held in numbers if not {0, 1}.issuperset(held)]
+    assert [list(entry.numbers) for entry in layer.entries] == left and len(left) < len(numbers)
+    layer.retire(range(2, 8), torch.device("cpu"))
+    assert layer.end == 0 and layer.blocks == 8 and [list(entry.numbers) for entry in layer.bank] == left
+
+
 def test_kept_first_blocks_are_the_first_of_the_run():
     layer = layer_cache(keep_first_blocks=1)
     for block in range(4):
