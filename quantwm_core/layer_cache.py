@@ -116,6 +116,11 @@ class LayerCache:
         """Tokens stored for history, within reach or in the bank."""
         return self.committed + sum(entry.stored.tokens for entry in self.bank)
 
+    @property
+    def rehearses(self) -> bool:
+        """Whether it wants to see noisy queries before given frames are packed."""
+        return self.method.rehearses
+
     def observe(self, queries: torch.Tensor) -> None:
         """Note queries `[B, T, H, D]` of one pass over the block that will be appended next.
 
@@ -303,6 +308,8 @@ class LayerCache:
 
     def _pack_ready_blocks(self) -> None:
         s = self.settings
+        if not s.compresses:
+            return
         per_span = max(1, s.span_blocks)
         last = self.blocks - s.keep_recent_blocks
         ready: list[int] = []
