@@ -96,7 +96,9 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
     How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
     """
     bf16 = geometry.bytes_bf16(tokens)
-    stored = 0 if settings.cache_device == "cpu" else bf16 * _planned_bits(settings, geometry) / 16
+    stored = bf16 * _planned_bits(settings, geometry) / 16
+    if settings.cache_device == "cpu":
+        stored *= min(1, 2 / geometry.layers)  # the layer that attends, and the next one on its way
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
     return round(stored + bf16 / geometry.layers)

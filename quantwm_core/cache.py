@@ -61,6 +61,10 @@ class WorldCache:
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
         self.layers = [self._layer(index, method, metric, device) for index, metric in enumerate(metrics)]
+        if settings.cache_device == "cpu" and device is not None and device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            for layer, following in zip(self.layers, self.layers[1:] + self.layers[:1]):
+                layer.fetch_ahead(following, device, stream)
         self.history: list[dict] = []
         self._on_block = on_block
         self._started = time.perf_counter()

@@ -63,6 +63,18 @@ class HeadGroups:
         """Groups are decoded one after the other."""
         return max(cache.workspace_bytes for cache in self.caches)
 
+    def fetch_ahead(self, following: LayerCache | HeadGroups, device: torch.device, stream) -> None:
+        """See `LayerCache.fetch_ahead`; the first group to attend starts what follows."""
+        for cache in self.caches:
+            cache.fetch_ahead(following, device, stream)
+            cache.following = None
+        self.caches[0].following = following
+
+    def start_fetch(self) -> None:
+        """See `LayerCache.start_fetch`."""
+        for cache in self.caches:
+            cache.start_fetch()
+
     def observe(self, queries: torch.Tensor) -> None:
         """See `LayerCache.observe`."""
         for group in self.groups:

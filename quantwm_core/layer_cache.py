@@ -6,16 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, device_facts, settings_facts
 from .methods import LayerState, Method
+from .prefetch import LayerFetch, moved, piece_on
 from .query_stats import QueryStats, RunningMoment
 from .settings import CacheSettings
 from .span import PackedSpan, RawBlock, part_of, storage_bytes
 from .stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from .head_groups import HeadGroups
 
 
 @dataclass
@@ -86,6 +91,8 @@ class LayerCache:
         self.pending: list[RawBlock] = []
         self.bank: list[Entry] = []
         self.recalled: dict[tuple[int, bool], RawBlock | PackedSpan] = {}
+        self.following: LayerCache | HeadGroups | None = None
+        self._fetch: LayerFetch | None = None
         self._retired = 0
         self._leaving: set[int] = set()
         self._observed = RunningMoment()
@@ -120,6 +127,16 @@ class LayerCache:
     def rehearses(self) -> bool:
         """Whether it wants to see noisy queries before given frames are packed."""
         return self.method.rehearses
+
+    def fetch_ahead(self, following: LayerCache | HeadGroups, device: torch.device, stream) -> None:
+        """While this layer attends, copy what `following` keeps on the CPU to `device`, on the side stream `stream`."""
+        self.following = following
+        self._fetch = LayerFetch(device, stream)
+
+    def start_fetch(self) -> None:
+        """Begin to copy this layer's history to the device; see `fetch_ahead`."""
+        if self._fetch is not None:
+            self._fetch.start(self._history())
 
     def observe(self, queries: torch.Tensor) -> None:
         """Note queries `[B, T, H, D]` of one pass over the block that will be appended next.
@@ -246,9 +263,12 @@ class LayerCache:
         `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
         """
         self._check_shape(k, v)
-        pieces = self._history() + [RawBlock(k, v)]
+        history = self._fetched_history()
+        if self.following is not None:
+            self.following.start_fetch()
+        pieces = history + [RawBlock(k, v)]
         facts = self._facts(queries)
-        read = partial(self.read, k, v)
+        read = partial(self._gather, pieces) if history else partial(self.read, k, v)
         return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
 
     def usage(self) -> Counter[str]:
@@ -274,6 +294,11 @@ class LayerCache:
     def _history(self) -> list[RawBlock | PackedSpan]:
         """Pieces within reach."""
         return [*self.recalled.values(), *(entry.stored for entry in self.entries), *self.pending]
+
+    def _fetched_history(self) -> list[RawBlock | PackedSpan]:
+        """Pieces within reach, on the device where the cache fetches ahead."""
+        history = self._history()
+        return history if self._fetch is None else self._fetch.take(history)
 
     def _stored(self) -> Iterator[RawBlock | PackedSpan]:
         """Everything that takes memory; what was recalled where it lies appears twice."""
@@ -372,7 +397,7 @@ class LayerCache:
         """Move what belongs to this span alone to the CPU; shared pieces stay where encoding needs them."""
         shared = {t.untyped_storage().data_ptr() for t in self.state.shared.values()}
         own = {n: t for n, t in span.tensors.items() if t.untyped_storage().data_ptr() not in shared}
-        span.tensors |= {n: t.to("cpu") for n, t in own.items()}
+        span.tensors |= {n: moved(t, torch.device("cpu")) for n, t in own.items()}
         return span
 
     def _gather(self, pieces: list[RawBlock | PackedSpan]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -430,11 +455,11 @@ def _storages(span: PackedSpan) -> set[int]:
 def _moved(stored: RawBlock | PackedSpan, device: torch.device, staying: Collection[int] = ()) -> RawBlock | PackedSpan:
     """The same piece on `device`, except for tensors whose storage is in `staying`; itself where nothing moves."""
     if isinstance(stored, RawBlock):
-        return stored if stored.k.device == device else RawBlock(stored.k.to(device), stored.v.to(device))
+        return piece_on(stored, device)
     own = {n: t for n, t in stored.tensors.items() if t.untyped_storage().data_ptr() not in staying}
     if all(t.device == device for t in own.values()):
         return stored
-    return replace(stored, tensors=stored.tensors | {name: t.to(device) for name, t in own.items()})
+    return replace(stored, tensors=stored.tensors | {name: moved(t, device) for name, t in own.items()})
 
 
 def _mean_moment(blocks: list[RawBlock]) -> torch.Tensor | None:
