@@ -6,6 +6,7 @@ from .apply import QuantWMApply
 from .cache_stats import QuantWMCacheStats
 from .kv_cache import QuantWMKVCache
 from .load_world_model import QuantWMLoadWorldModel
+from .memory import QuantWMMemory
 from .prompt_change import QuantWMPromptChange
 from .tiny_world_conditioning import TinyWorldConditioning
 from .tiny_world_seed import TinyWorldSeed
@@ -22,6 +23,7 @@ NODES: list[type[io.ComfyNode]] = [
     TinyWorldSeed,
     QuantWMWorldSampler,
     QuantWMPromptChange,
+    QuantWMMemory,
 ]
 
 

@@ -34,7 +34,8 @@ INPUTS = {
     "QuantWMTinyWorldVAE": [],
     "QuantWMTinyWorldConditioning": CAMERA,
     "QuantWMTinyWorldSeed": ["model", "vae", "world_seed", *CAMERA, "seed_frames", "length"],
-    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts"],
+    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory"],
+    "QuantWMMemory": ["retrieval", "blocks", "bank_blocks", "keep", "bank_device"],
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 OUTPUTS = {
@@ -47,6 +48,7 @@ OUTPUTS = {
     "QuantWMTinyWorldSeed": ["MODEL", "LATENT", "IMAGE"],
     "QuantWMWorldSampler": ["SAMPLER"],
     "QuantWMPromptChange": ["QUANTWM_PROMPTS"],
+    "QuantWMMemory": ["QUANTWM_MEMORY"],
 }
 NAMES = {
     "QuantWMKVCache": "QuantWM KV Cache",
@@ -58,12 +60,14 @@ NAMES = {
     "QuantWMTinyWorldSeed": "Tiny World Seed",
     "QuantWMWorldSampler": "World Sampler",
     "QuantWMPromptChange": "Prompt Change",
+    "QuantWMMemory": "World Memory",
 }
 KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", ""]
 ADVANCED = {
     "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
     "QuantWMLoadWorldModel": ["weight_dtype"],
     "QuantWMWorldSampler": ["context_noise"],
+    "QuantWMMemory": ["bank_device"],
 }
 
 
