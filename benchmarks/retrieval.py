@@ -47,17 +47,20 @@ class Variant:
 
 # Everything in full precision, but in our cache, which knows its bytes block by block.
 RAW = {"keep_first_blocks": 1 << 16}
-WINDOW = {"window": 15, "sink": 3}
-# A turn takes about seven blocks: the bank holds two turns.
-BANK = {"blocks": 6, "bank_blocks": 14}
+WINDOW = {"window": 9, "sink": 3}
+# A turn takes about seven blocks, and the model was trained on 36 frames: sink, window and bank hold 39.
+BANK = {"blocks": 4, "bank_blocks": 9}
 VARIANTS = (
     Variant("full, 16 bits", cache=RAW),
     Variant("window, 16 bits", WINDOW, cache=RAW),
+    # As many frames to look back at as with retrieval: the sink, three blocks, and the four that come back.
+    Variant("long window, 16 bits", {"window": 21, "sink": 3}, cache=RAW),
     Variant("retrieval, 16 bits", WINDOW, BANK, RAW),
     Variant("retrieval, 2 bits", WINDOW, BANK),
     Variant("retrieval by similarity, 2 bits", WINDOW, BANK | {"retrieval": "similarity"}),
     Variant("retrieval and compression, 2 bits", WINDOW, BANK | {"keep": 0.5}),
-    Variant("retrieval, 2 bits, unbounded bank", WINDOW, {"blocks": 6}),
+    Variant("long window, 2 bits", {"window": 21, "sink": 3}),
+    Variant("retrieval, 2 bits, unbounded bank", WINDOW, {"blocks": 4}),
     Variant("full, 2 bits"),
 )
 
@@ -113,7 +116,7 @@ def main() -> None:
     # One world at a time: blocks return to all worlds of a batch alike, and these turn at different rates.
     worlds = [prepare([arguments.first_world + index], GIVEN, frames) for index in range(count)]
     rows = []
-    wanted = VARIANTS[:4] if arguments.quick else VARIANTS
+    wanted = VARIANTS[:5] if arguments.quick else VARIANTS
     for variant in wanted:
         if arguments.variants and variant.name not in arguments.variants:
             continue

@@ -331,7 +331,7 @@ def test_another_sampler_leaves_no_record_of_an_earlier_run(host, t48, caplog):
 
     assert torch.equal(euler(packed), euler(t48))
     assert handle.record is None and not handle.history
-    assert "Use Sampler AR Video" in caplog.text
+    assert "Use World Sampler or Sampler AR Video" in caplog.text
 
 
 @pytest.mark.parametrize(

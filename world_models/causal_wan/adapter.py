@@ -187,5 +187,5 @@ class CausalWanAdapter:
         if self.run is None:
             raise RuntimeError(
                 f"QuantWM's cache exists only while a sampler runs; {name} was called outside. "
-                "Use Sampler AR Video, or bypass Apply To World Model."
+                "Use World Sampler or Sampler AR Video, or bypass Apply To World Model."
             )

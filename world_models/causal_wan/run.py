@@ -132,7 +132,9 @@ class CausalWanRun:
         elif self._native is not None:
             self.handle.record = self._native_record()
         elif self.cache is None:
-            logger.warning("QuantWM: this sampler made no KV cache, so nothing was packed. Use Sampler AR Video.")
+            logger.warning(
+                "QuantWM: this sampler made no KV cache, so nothing was packed. Use World Sampler or Sampler AR Video."
+            )
         self.cache = self._native = None
 
     def _block_committed(self, entry: dict) -> None:
@@ -192,7 +194,7 @@ class PackedLayer:
         if self._ahead:
             raise ValueError(
                 "The sampler moved on without a clean pass at sigma 0, so the last block was never stored. "
-                "Use Sampler AR Video, or set method to off."
+                "Use World Sampler or Sampler AR Video, or set method to off."
             )
         batch, tokens, heads, width = *x.shape[:2], module.num_heads, module.head_dim
         q = apply_rope1(module.norm_q(module.q(x)).view(batch, tokens, heads, width), freqs)
