@@ -96,7 +96,7 @@ OVERHEAD_BITS = 1.25
 
 
 def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int) -> int:
-    """Memory to plan for a run of `tokens` tokens: packed cache plus one decoded layer.
+    """Memory to plan for a run of `tokens` tokens: packed cache plus one decoded layer, twice where it is corrected.
 
     How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
     """
@@ -106,7 +106,7 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
         stored *= min(1, 2 / geometry.layers)  # the layer that attends, and the next one on its way
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
-    return round(stored + bf16 / geometry.layers)
+    return round(stored + bf16 / geometry.layers * (1 if settings.jensen == "off" else 2))
 
 
 def _planned_bits(settings: CacheSettings, geometry: CacheGeometry) -> float:

@@ -38,6 +38,9 @@ def test_kv_cache_makes_settings(node):
     (settings,) = node("kv_cache", "QuantWMKVCache").execute(**chosen).args
     assert (settings.key_bits, settings.value_bits, settings.group_size, settings.rank) == (4, 2, 32, 8)
     assert settings == type(settings)(key_bits=4, group_size=32, rank=8)
+    # Prompts saved before an input was added go without it.
+    (later,) = node("kv_cache", "QuantWMKVCache").execute(**chosen, jensen="exact").args
+    assert (settings.jensen, later.jensen) == ("off", "exact")
 
 
 def test_kv_cache_refuses_a_group_size_on_the_node(node):
