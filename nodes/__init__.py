@@ -7,9 +7,12 @@ from .cache_stats import QuantWMCacheStats
 from .compare import QuantWMCompare
 from .kv_cache import QuantWMKVCache
 from .load_world_model import QuantWMLoadWorldModel
+from .memory import QuantWMMemory
+from .prompt_change import QuantWMPromptChange
 from .tiny_world_conditioning import TinyWorldConditioning
 from .tiny_world_seed import TinyWorldSeed
 from .tiny_world_vae import TinyWorldVAE
+from .world_sampler import QuantWMWorldSampler
 
 NODES: list[type[io.ComfyNode]] = [
     QuantWMKVCache,
@@ -20,6 +23,9 @@ NODES: list[type[io.ComfyNode]] = [
     TinyWorldConditioning,
     TinyWorldSeed,
     QuantWMCompare,
+    QuantWMWorldSampler,
+    QuantWMPromptChange,
+    QuantWMMemory,
 ]
 
 

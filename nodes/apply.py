@@ -35,7 +35,7 @@ class QuantWMApply(io.ComfyNode):
                     "model",
                     tooltip=(
                         "An autoregressive world model: Causal-Forcing, Self-Forcing and the like, sampled "
-                        "by Sampler AR Video. Other models are refused here."
+                        "by World Sampler or Sampler AR Video. Other models are refused here."
                     ),
                 ),
                 SettingsSocket.Input(

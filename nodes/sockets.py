@@ -6,3 +6,5 @@ CATEGORY = "QuantWM"
 
 SettingsSocket = io.Custom("QUANTWM_SETTINGS")
 CacheSocket = io.Custom("QUANTWM_CACHE")
+PromptsSocket = io.Custom("QUANTWM_PROMPTS")
+MemorySocket = io.Custom("QUANTWM_MEMORY")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from .overrides import head_groups
 from .packing import GROUP_BYTES
 from .record import CacheHandle
 from .span import PARTS
@@ -18,6 +19,7 @@ def build_record(cache: WorldCache) -> dict:
     """The record of a run, JSON-ready.
 
     bytes_unpacked: keys and values held in full precision; bytes_state: what the method keeps between spans;
+    bytes_bank: the part of all this that only the bank holds, out of reach of the block being made;
     bytes_workspace_peak: the largest decoded layer, alive only while that layer attends.
     ratio_packed: BF16 size of the packed scalars over their packed bytes; ratio_resident: BF16 size of everything
     over all that is resident when the run ends (packed, unpacked and state).
@@ -25,17 +27,18 @@ def build_record(cache: WorldCache) -> dict:
     usage = cache.usage()
     geometry, settings, layers = cache.geometry, cache.settings, cache.layers
     # An interrupt can leave the first layers a block ahead: a block counts once all layers have it.
-    tokens = layers[-1].committed
+    tokens = layers[-1].tokens
     packed = sum(usage[part] for part in PARTS)
     unpacked = usage["raw"] + usage["blocks"]
     resident = packed + unpacked + usage["state"]
-    bf16 = sum(geometry.bytes_bf16(layer.committed) for layer in layers) // geometry.layers
+    bf16 = sum(geometry.bytes_bf16(layer.tokens) for layer in layers) // geometry.layers
     elements = sum(layer.packed_elements() for layer in layers)
     backend, backend_reason = cache.backend.summary()
     return {
         "method": settings.method,
         "key_bits": settings.key_bits,
         "value_bits": settings.value_bits,
+        "bit_overrides": settings.bit_overrides.strip(),
         "backend": backend,
         "backend_reason": backend_reason,
         "layers": geometry.layers,
@@ -47,6 +50,8 @@ def build_record(cache: WorldCache) -> dict:
         "bytes_packed": packed,
         "bytes_unpacked": unpacked,
         "bytes_state": usage["state"],
+        "bytes_bank": sum(layer.bank_bytes() for layer in layers),
+        "blocks_in_bank": sum(entry.blocks for entry in layers[-1].bank),
         "bytes_workspace_peak": max(layer.workspace_bytes for layer in layers),
         "bytes_by_part": {part: usage[part] for part in PARTS},
         "ratio_packed": _ratio(2 * elements, packed),
@@ -75,6 +80,8 @@ def native_record(settings: CacheSettings, geometry: CacheGeometry, tokens: int,
         "bytes_packed": 0,
         "bytes_unpacked": resident,
         "bytes_state": 0,
+        "bytes_bank": 0,
+        "blocks_in_bank": 0,
         "bytes_workspace_peak": 0,
         "bytes_by_part": dict.fromkeys(PARTS, 0),
         "ratio_packed": 1.0,
@@ -95,14 +102,25 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
 
     How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
     """
-    bits = [b if b == 16 else b + OVERHEAD_BITS for b in (settings.key_bits, settings.value_bits)]
     bf16 = geometry.bytes_bf16(tokens)
-    stored = 0 if settings.cache_device == "cpu" else bf16 * sum(bits) / 32
+    stored = bf16 * _planned_bits(settings, geometry) / 16
+    if settings.cache_device == "cpu":
+        stored *= min(1, 2 / geometry.layers)  # the layer that attends, and the next one on its way
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
     decoded = bf16 / geometry.layers * (1 if settings.jensen == "off" else 2)
     waiting = min(2 * GROUP_BYTES, bf16)
     return round(stored + decoded + waiting)
+
+
+def _planned_bits(settings: CacheSettings, geometry: CacheGeometry) -> float:
+    """Bits a scalar to plan for, overrides included."""
+    total = 0.0
+    for layer in range(geometry.layers):
+        groups = head_groups(settings.overrides, (settings.key_bits, settings.value_bits), layer, geometry.heads)
+        for bits, heads in groups.items():
+            total += len(heads) * sum(b if b == 16 else b + OVERHEAD_BITS for b in bits)
+    return total / (2 * geometry.layers * geometry.heads)
 
 
 def _ratio(numerator: int, denominator: int) -> float:
@@ -130,7 +148,8 @@ def describe(record: dict) -> str:
     """Method and bits of a record in words."""
     if not record["bytes_packed"]:
         return f"{record['method']} (the host's own cache)"
-    return f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit"
+    others = f", except {record['bit_overrides']}" if record.get("bit_overrides") else ""
+    return f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit{others}"
 
 
 def format_report(handle: CacheHandle) -> str:
@@ -155,6 +174,8 @@ def format_report(handle: CacheHandle) -> str:
         f"kept in full precision {format_bytes(record['bytes_unpacked'])}, method state "
         f"{format_bytes(record['bytes_state'])}, workspace {format_bytes(record['bytes_workspace_peak'])}"
     )
+    if record["blocks_in_bank"]:
+        lines.append(f"of this, {record['blocks_in_bank']} blocks in the bank: {format_bytes(record['bytes_bank'])}")
     lines.append(f"encode {record['encode_seconds']:.2f} s, decode {record['decode_seconds']:.2f} s")
     lines.append(json.dumps(record))
     return "\n".join(lines)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from .accounting import build_record
 from .backends import Dispatcher, choose, device_facts, settings_facts
+from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
+from .overrides import check_overrides, head_groups
 from .packing import Packer, layers_together, pack_ready
 from .settings import CacheSettings
 from .stopwatch import Stopwatch
@@ -55,31 +58,77 @@ class WorldCache:
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
         check_backend(settings, geometry.head_dim, device)
         self.backend = Dispatcher(settings.backend)
+        check_overrides(settings.overrides, geometry.layers, geometry.heads)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
-        self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers)
-        self.layers: list[LayerCache] = []
-        for first in range(0, geometry.layers, self._together):
-            group = metrics[first : first + self._together]
-            packer = Packer(settings, method, group, self.backend, self.encode_watch)
-            self.layers += [
-                LayerCache(settings, method, None, device, self.decode_watch, self.backend, packer) for _ in group
-            ]
+        self._together = 1
+        self.layers: list[LayerCache | HeadGroups] = []
+        if settings.overrides:
+            self.layers += [self._mixed_layer(index, method, metric, device) for index, metric in enumerate(metrics)]
+        else:
+            self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers)
+            for first in range(0, geometry.layers, self._together):
+                self.layers += self._group(method, metrics[first : first + self._together], device)
+        if settings.cache_device == "cpu" and device is not None and device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            for layer, following in zip(self.layers, self.layers[1:] + self.layers[:1]):
+                layer.fetch_ahead(following, device, stream)
         self.history: list[dict] = []
         self._on_block = on_block
         self._started = time.perf_counter()
+
+    def _group(
+        self, method: Method, metrics: Sequence[Callable[[], torch.Tensor] | None], device: torch.device | None
+    ) -> list[LayerCache]:
+        """Layers that pack together, one for each metric."""
+        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch)
+        rest = device, self.decode_watch, self.backend, packer
+        return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
+
+    def _mixed_layer(
+        self, index: int, method: Method, metric: Callable[[], torch.Tensor] | None, device: torch.device | None
+    ) -> LayerCache | HeadGroups:
+        """One layer alone, in the bits that the settings' overrides give to it or to some of its heads."""
+        s = self.settings
+        groups = []
+        for bits, heads in head_groups(s.overrides, (s.key_bits, s.value_bits), index, self.geometry.heads).items():
+            own = replace(s, key_bits=bits[0], value_bits=bits[1], bit_overrides="")
+            part = None if metric is None else partial(_metric_of, metric, heads)
+            own_method = replace(method, settings=own)
+            packer = Packer(own, own_method, [part], self.backend, self.encode_watch)
+            rest = device, self.decode_watch, self.backend, packer
+            groups.append(HeadGroup(heads, LayerCache(own, own_method, None, *rest)))
+        return groups[0].cache if len(groups) == 1 else HeadGroups(groups)
 
     def commit(self, layer: int) -> None:
         """Commit one layer's appended tokens, in the order of the layers.
 
         The last one of a group packs them all, and the last one of all completes the block.
         """
-        self.layers[layer].make_history()
-        first = layer - layer % self._together
-        if layer + 1 == min(first + self._together, self.geometry.layers):
-            pack_ready(self.layers[first : layer + 1])
+        if self._together == 1:
+            self.layers[layer].commit()
+        else:
+            self.layers[layer].make_history()
+            first = layer - layer % self._together
+            if layer + 1 == min(first + self._together, self.geometry.layers):
+                pack_ready(self.layers[first : layer + 1])
         if layer == self.geometry.layers - 1:
             self._block_done()
+
+    def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:
+        """Take blocks out of reach in all layers; see `LayerCache.retire`."""
+        for layer in self.layers:
+            layer.retire(blocks, bank)
+
+    def recall(self, blocks: Collection[int]) -> None:
+        """Bring blocks back from the bank in all layers; see `LayerCache.recall`."""
+        for layer in self.layers:
+            layer.recall(blocks)
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Drop blocks from the bank in all layers."""
+        for layer in self.layers:
+            layer.forget(blocks)
 
     def usage(self) -> Counter[str]:
         """Resident bytes by part over all layers."""
@@ -95,18 +144,23 @@ class WorldCache:
     def _block_done(self) -> None:
         record_usage = self.usage()
         raw = record_usage["raw"] + record_usage["blocks"]
-        tokens = self.layers[-1].committed
+        tokens = self.layers[-1].tokens
         entry = {
             "block": self.layers[-1].blocks - 1,
             "tokens": tokens,
             "bytes_bf16": self.geometry.bytes_bf16(tokens),
             "bytes_packed": sum(record_usage.values()) - raw - record_usage["state"],
             "bytes_unpacked": raw + record_usage["state"],
+            "bytes_bank": sum(layer.bank_bytes() for layer in self.layers),
             "seconds": round(time.perf_counter() - self._started, 3),
         }
         self.history.append(entry)
         if self._on_block is not None:
             self._on_block(entry)
+
+
+def _metric_of(metric: Callable[[], torch.Tensor], heads: list[int]) -> torch.Tensor:
+    return metric()[heads]
 
 
 def check_backend(settings: CacheSettings, head_dim: int, device: torch.device | None) -> None:

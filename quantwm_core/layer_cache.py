@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,21 +14,28 @@ from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
 from .methods import LayerState, Method
 from .packing import Packer, pack_ready
+from .prefetch import LayerFetch, moved, piece_on
 from .settings import CacheSettings
-from .span import PackedSpan, RawBlock, part_of, storage_bytes
+from .span import PackedSpan, RawBlock, part_of, shares_of, storage_bytes
 from .stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from .head_groups import HeadGroups
 
 
 @dataclass
 class Entry:
-    """A stored piece and the lengths, in tokens, of the committed blocks in it.
+    """A stored piece, the lengths, in tokens, of the committed blocks in it, and the number of the first of them.
 
     continues: the first of them began in the entry before.
+    mean_key: `[B, H, D]` where blocks are to be found again by it.
     """
 
     stored: RawBlock | PackedSpan
     lengths: list[int]
+    first: int = 0
     continues: bool = False
+    mean_key: torch.Tensor | None = None
 
     @property
     def blocks(self) -> int:
@@ -38,7 +46,15 @@ class Entry:
         """A block in full precision as its first `tokens` tokens and the rest."""
         k, v, moment = self.stored.k, self.stored.v, self.stored.moment
         first, rest = RawBlock(k[:, :tokens], v[:, :tokens], moment), RawBlock(k[:, tokens:], v[:, tokens:], moment)
-        return [Entry(first, [first.tokens], self.continues), Entry(rest, [rest.tokens], True)]
+        return [
+            Entry(first, [first.tokens], self.first, self.continues, self.mean_key),
+            Entry(rest, [rest.tokens], self.first, True, self.mean_key),
+        ]
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the blocks that it holds or holds a part of, counted from the start of the run."""
+        return range(self.first, self.first + len(self.lengths))
 
     def shorten(self, stored: RawBlock | PackedSpan) -> None:
         """Keep the beginning that `stored` holds."""
@@ -55,6 +71,8 @@ class LayerCache:
 
     `append` adds tokens at the end, `commit` makes them history and packs what the settings allow, `rewind` drops
     tokens from the end, `read` gives everything back as plain tensors, `attend` attends to history and live tokens.
+    `retire` takes blocks out of reach, for good or into a bank from which `recall` brings them back: positions are part
+    of the keys, so history may have gaps and any order.
     """
 
     def __init__(
@@ -75,6 +93,13 @@ class LayerCache:
         self.device = device
         self.entries: list[Entry] = []
         self.pending: list[RawBlock] = []
+        self.bank: list[Entry] = []
+        self.recalled: dict[tuple[int, bool], RawBlock | PackedSpan] = {}
+        self.keeps_means = False
+        self.following: LayerCache | HeadGroups | None = None
+        self._fetch: LayerFetch | None = None
+        self._retired = 0
+        self._leaving: set[int] = set()
         # Sum of the moments of the passes over the block to come, and how many they were.
         self._observed: torch.Tensor | None = None
         self._passes = 0
@@ -86,7 +111,7 @@ class LayerCache:
 
     @property
     def end(self) -> int:
-        """Tokens held, committed or not."""
+        """Tokens within reach, committed or not."""
         return self.committed + sum(block.tokens for block in self.pending)
 
     @property
@@ -95,8 +120,28 @@ class LayerCache:
 
     @property
     def blocks(self) -> int:
-        """Committed blocks."""
-        return sum(entry.blocks for entry in self.entries)
+        """Committed blocks, retired ones included."""
+        return self._retired + sum(entry.blocks for entry in self.entries)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens stored for history, within reach or in the bank."""
+        return self.committed + sum(entry.stored.tokens for entry in self.bank)
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether it wants to see noisy queries before given frames are packed."""
+        return self.method.rehearses
+
+    def fetch_ahead(self, following: LayerCache | HeadGroups, device: torch.device, stream) -> None:
+        """While this layer attends, copy what `following` keeps on the CPU to `device`, on the side stream `stream`."""
+        self.following = following
+        self._fetch = LayerFetch(device, stream)
+
+    def start_fetch(self) -> None:
+        """Begin to copy this layer's history to the device; see `fetch_ahead`."""
+        if self._fetch is not None:
+            self._fetch.start(self._history())
 
     def observe(self, queries: torch.Tensor) -> None:
         """Note queries `[B, T, H, D]` of one pass over the block that will be appended next.
@@ -108,8 +153,17 @@ class LayerCache:
             self._observed = self._backend.run("second_moment", facts, queries, self._observed)
             self._passes += 1
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None = None) -> None:
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         """Add a block `[B, S, H, D]`; `queries` are those that met these keys, in the same coordinates.
+
+        Args:
+            lengths: add it as several blocks of so many tokens each.
 
         Raises:
             ValueError: when batch, heads or head width differ from what the cache holds.
@@ -117,7 +171,10 @@ class LayerCache:
         self._check_shape(k, v)
         if queries is not None:
             self.observe(queries)
-        self.pending.append(RawBlock(k, v, self._take_observed()))
+        moment = self._take_observed()
+        lengths = list(lengths or (k.shape[1],))
+        for keys, values in zip(k.split(lengths, 1), v.split(lengths, 1)):
+            self.pending.append(RawBlock(keys, values, moment))
 
     @property
     def state(self) -> LayerState:
@@ -134,7 +191,8 @@ class LayerCache:
         for block in self.pending:
             if self.blocks < self.settings.keep_first_blocks:
                 block.moment = None  # it will never be packed
-            self.entries.append(Entry(block, [block.tokens]))
+            mean = block.k.float().mean(1) if self.keeps_means else None
+            self.entries.append(Entry(block, [block.tokens], self.blocks, mean_key=mean))
         self.pending.clear()
         self._recount_raw()
 
@@ -163,13 +221,55 @@ class LayerCache:
         self.state.tokens = min(self.state.tokens, self.committed)
         self._recount()
 
+    def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:
+        """Take blocks, by number, out of reach: away for good, or packed as they are into a bank on device `bank`.
+
+        A span of several blocks leaves when all of them are to leave.
+        """
+        self._leaving.update(blocks)
+        out = [entry for entry in self.entries if self._leaving.issuperset(entry.numbers)]
+        if not out:
+            return
+        self.entries = [entry for entry in self.entries if not self._leaving.issuperset(entry.numbers)]
+        self._retired += sum(entry.blocks for entry in out)
+        self._leaving.intersection_update(number for entry in self.entries for number in entry.numbers)
+        if bank is not None:
+            shared = self._shared_storages(out)
+            self.bank += [replace(entry, stored=_moved(entry.stored, bank, shared)) for entry in out]
+        self._recount()
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Drop blocks, by number, from the bank."""
+        self.bank = [entry for entry in self.bank if not set(blocks).issuperset(entry.numbers)]
+        self._recount()
+
+    def recall(self, blocks: Collection[int]) -> None:
+        """Bring the bank's pieces that hold these blocks, and no others, back into reach, until the next call."""
+        chosen = [entry for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)]
+        wanted = {(entry.first, entry.continues): entry.stored for entry in chosen}
+        if self.device is not None and self.settings.cache_device == "gpu":
+            wanted = {key: self.recalled.get(key) or _moved(stored, self.device) for key, stored in wanted.items()}
+        self.recalled = wanted
+        self._recount()
+
+    def recall_similar(self, queries: torch.Tensor, count: int) -> None:
+        """Recall the `count` pieces of the bank whose mean key has the largest product with the mean query.
+
+        `queries` `[B, T, H, D]`; needs `keeps_means`. Asks the device for the answer.
+        """
+        if self.bank:
+            means = torch.stack([entry.mean_key for entry in self.bank])
+            scores = torch.einsum("nbhd,bhd->n", means, queries.float().mean(1))
+            best = scores.topk(min(count, len(self.bank))).indices.tolist()
+            self.recall([number for index in best for number in self.bank[index].numbers])
+
     def read(self, live_k: torch.Tensor | None = None, live_v: torch.Tensor | None = None):
-        """Everything held, followed by the live tokens: contiguous `[B, S, H, D]` keys and values.
+        """Everything within reach, followed by the live tokens: contiguous `[B, S, H, D]` keys and values.
 
         The result is a workspace for one layer; drop it before reading the next one.
         """
         live = [] if live_k is None else [RawBlock(live_k, live_v)]
-        pieces = [entry.stored for entry in self.entries] + self.pending + live
+        pieces = self._history() + live
         if not pieces:
             raise ValueError("the cache is empty and no live tokens were given: nothing to read.")
         if len(pieces) == 1 and live:
@@ -188,9 +288,12 @@ class LayerCache:
         `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
         """
         self._check_shape(k, v)
-        pieces = [entry.stored for entry in self.entries] + self.pending + [RawBlock(k, v)]
+        history = self._fetched_history()
+        if self.following is not None:
+            self.following.start_fetch()
+        pieces = history + [RawBlock(k, v)]
         facts = call_facts(self.settings, queries)
-        read = partial(self.read, k, v)
+        read = partial(self._gather, pieces) if history else partial(self.read, k, v)
         return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
 
     def usage(self) -> Counter[str]:
@@ -199,19 +302,53 @@ class LayerCache:
         Besides the parts of a span: `raw` (one side kept at 16 bits), `blocks` (kept in full precision), `state`.
         """
         usage = Counter(self._usage)
-        usage["state"] += self.state.nbytes(set(self._seen)) // self.packer.layers
+        usage["state"] += self.state.nbytes(set(self._seen)) // self.packer.layers + storage_bytes(self._means())
         return usage
+
+    def bank_bytes(self) -> int:
+        """Bytes of what only the bank refers to: neither within reach nor shared with what is."""
+        pieces = [*self.recalled.values(), *(entry.stored for entry in self.entries)]
+        seen: set[int] = set()
+        storage_bytes([*self.state.tensors(), *(t for piece in pieces for t in _tensors(piece))], seen)
+        return sum(storage_bytes(_tensors(entry.stored), seen, shares_of(entry.stored)) for entry in self.bank)
 
     def packed_elements(self) -> int:
         """Scalars (of keys and values) stored in fewer than 16 bits."""
         total = 0
-        for span in self._spans():
+        for entry in self.entries + self.bank:
+            span = entry.stored
+            if not isinstance(span, PackedSpan):
+                continue
             sides = (span.key_bits != 16) + (span.value_bits != 16)
             total += sides * span.batch * span.tokens * span.heads * span.head_dim
         return total
 
+    def _history(self) -> list[RawBlock | PackedSpan]:
+        """Pieces within reach."""
+        return [*self.recalled.values(), *(entry.stored for entry in self.entries), *self.pending]
+
+    def _fetched_history(self) -> list[RawBlock | PackedSpan]:
+        """Pieces within reach, on the device where the cache fetches ahead."""
+        history = self._history()
+        return history if self._fetch is None else self._fetch.take(history)
+
+    def _stored(self) -> Iterator[RawBlock | PackedSpan]:
+        """Everything that takes memory; what was recalled where it lies appears twice."""
+        yield from (entry.stored for entry in self.entries + self.bank)
+        yield from self.recalled.values()
+
     def _spans(self) -> Iterator[PackedSpan]:
-        return (entry.stored for entry in self.entries if isinstance(entry.stored, PackedSpan))
+        return (stored for stored in self._stored() if isinstance(stored, PackedSpan))
+
+    def _means(self) -> list[torch.Tensor]:
+        return [entry.mean_key for entry in self.entries + self.bank if entry.mean_key is not None]
+
+    def _shared_storages(self, leaving: list[Entry]) -> set[int]:
+        """Storages that other spans or the method refer to as well: they stay where they are, once."""
+        count = Counter(p for span in self._spans() for p in _storages(span))
+        count.update(p for entry in leaving if isinstance(entry.stored, PackedSpan) for p in _storages(entry.stored))
+        count.update(t.untyped_storage().data_ptr() for t in self.state.tensors())
+        return {pointer for pointer, times in count.items() if times > 1}
 
     def _check_shape(self, k: torch.Tensor, v: torch.Tensor) -> None:
         held = next((entry.stored for entry in self.entries), None) or next(iter(self.pending), None)
@@ -235,14 +372,14 @@ class LayerCache:
         An entry in which a method's window of recent tokens begins is cut in two.
         """
         s = self.settings
+        if not s.compresses:
+            return []
         per_span = max(1, s.span_blocks)
         last = self.blocks - s.keep_recent_blocks
         ready: list[int] = []
-        block = 0
         for index, entry in enumerate(self.entries):
-            if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= block - entry.continues < last:
+            if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= entry.first < last:
                 ready.append(index)
-            block += entry.blocks
         if self.method.recent_tokens and ready:
             ready = self._older_than_recent(ready)
             per_span = max(1, len(ready))
@@ -270,7 +407,8 @@ class LayerCache:
     def replace(self, group: list[int], span: PackedSpan) -> None:
         """Put a span in the place of the entries it was packed from."""
         lengths = [length for i in group for length in self.entries[i].lengths]
-        self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, self.entries[group[0]].continues)]
+        oldest, mean = self.entries[group[0]], _mean_key([self.entries[i] for i in group])
+        self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, oldest.first, oldest.continues, mean)]
         self.pack_events += 1
         self._count(span)
 
@@ -326,9 +464,35 @@ class LayerCache:
 
     def _count(self, span: PackedSpan) -> None:
         for name, tensor in span.tensors.items():
-            self._usage[part_of(name)] += storage_bytes((tensor,), self._seen) // span.shares
+            self._usage[part_of(name)] += storage_bytes((tensor,), self._seen, span.shares)
 
     def _recount_raw(self) -> None:
-        blocks = [entry.stored for entry in self.entries if isinstance(entry.stored, RawBlock)]
+        blocks = [stored for stored in self._stored() if isinstance(stored, RawBlock)]
         tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
         self._usage["blocks"] = storage_bytes(tensors)
+
+
+def _tensors(piece: RawBlock | PackedSpan) -> list[torch.Tensor]:
+    return [piece.k, piece.v] if isinstance(piece, RawBlock) else list(piece.tensors.values())
+
+
+def _mean_key(entries: list[Entry]) -> torch.Tensor | None:
+    """Token-weighted mean of the entries' mean keys, where they have them."""
+    if len(entries) == 1 or entries[0].mean_key is None:
+        return entries[0].mean_key
+    tokens = sum(entry.stored.tokens for entry in entries)
+    return sum(entry.mean_key * (entry.stored.tokens / tokens) for entry in entries)
+
+
+def _storages(span: PackedSpan) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in span.tensors.values()}
+
+
+def _moved(stored: RawBlock | PackedSpan, device: torch.device, staying: Collection[int] = ()) -> RawBlock | PackedSpan:
+    """The same piece on `device`, except for tensors whose storage is in `staying`; itself where nothing moves."""
+    if isinstance(stored, RawBlock):
+        return piece_on(stored, device)
+    own = {n: t for n, t in stored.tensors.items() if t.untyped_storage().data_ptr() not in staying}
+    if all(t.device == device for t in own.values()):
+        return stored
+    return replace(stored, tensors=stored.tensors | {name: moved(t, device) for name, t in own.items()})

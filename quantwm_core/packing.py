@@ -16,6 +16,7 @@ import torch
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
 from .methods import LayerState, Method
+from .prefetch import moved
 from .query_stats import QueryStats
 from .settings import CacheSettings
 from .span import PackedSpan, RawBlock
@@ -96,7 +97,7 @@ class Packer:
         """Move what belongs to this span alone to the CPU; shared pieces stay where encoding needs them."""
         shared = {t.untyped_storage().data_ptr() for t in self.state.shared.values()}
         own = {n: t for n, t in span.tensors.items() if t.untyped_storage().data_ptr() not in shared}
-        span.tensors |= {n: t.to("cpu") for n, t in own.items()}
+        span.tensors |= {n: moved(t, torch.device("cpu")) for n, t in own.items()}
         return span
 
 

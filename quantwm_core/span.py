@@ -120,15 +120,23 @@ class RawBlock:
         return RawBlock(self.k[:, :tokens].clone(), self.v[:, :tokens].clone(), self.moment)
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
-    """Bytes of the real storages behind `tensors`, each counted once; `seen` carries storages counted before."""
+def shares_of(piece: RawBlock | PackedSpan) -> int:
+    """Among how many layers the storages of a piece are shared."""
+    return piece.shares if isinstance(piece, PackedSpan) else 1
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None, shares: int = 1) -> int:
+    """Bytes of the real storages behind `tensors`, each counted once; `seen` carries storages counted before.
+
+    shares: of a storage that is larger than its tensor, only one part in so many is counted here.
+    """
     seen = set() if seen is None else seen
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            total += storage.nbytes()
+            total += storage.nbytes() // (shares if storage.nbytes() > tensor.nbytes else 1)
     return total
 
 

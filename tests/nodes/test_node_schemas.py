@@ -27,6 +27,7 @@ INPUTS = {
         "cache_device",
         "backend",
         "jensen",
+        "bit_overrides",
     ],
     "QuantWMApply": ["model", "settings"],
     "QuantWMCacheStats": ["cache", "after"],
@@ -35,6 +36,9 @@ INPUTS = {
     "QuantWMTinyWorldConditioning": CAMERA,
     "QuantWMTinyWorldSeed": ["model", "vae", "world_seed", *CAMERA, "seed_frames", "length"],
     "QuantWMCompare": ["reference", "compared", "difference_gain", "reference_name", "compared_name"],
+    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory"],
+    "QuantWMMemory": ["retrieval", "blocks", "bank_blocks", "keep", "bank_device"],
+    "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
@@ -45,6 +49,9 @@ OUTPUTS = {
     "QuantWMTinyWorldConditioning": ["CONDITIONING"],
     "QuantWMTinyWorldSeed": ["MODEL", "LATENT", "IMAGE"],
     "QuantWMCompare": ["STRING", "IMAGE", "IMAGE", "FLOAT", "FLOAT"],
+    "QuantWMWorldSampler": ["SAMPLER"],
+    "QuantWMPromptChange": ["QUANTWM_PROMPTS"],
+    "QuantWMMemory": ["QUANTWM_MEMORY"],
 }
 NAMES = {
     "QuantWMKVCache": "QuantWM KV Cache",
@@ -55,9 +62,17 @@ NAMES = {
     "QuantWMTinyWorldConditioning": "Tiny World Conditioning",
     "QuantWMTinyWorldSeed": "Tiny World Seed",
     "QuantWMCompare": "Compare Worlds",
+    "QuantWMWorldSampler": "World Sampler",
+    "QuantWMPromptChange": "Prompt Change",
+    "QuantWMMemory": "World Memory",
 }
-KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off"]
-ADVANCED = {"QuantWMKVCache": INPUTS["QuantWMKVCache"][3:], "QuantWMLoadWorldModel": ["weight_dtype"]}
+KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", ""]
+ADVANCED = {
+    "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
+    "QuantWMLoadWorldModel": ["weight_dtype"],
+    "QuantWMWorldSampler": ["context_noise"],
+    "QuantWMMemory": ["bank_device"],
+}
 
 
 @pytest.fixture(scope="module")

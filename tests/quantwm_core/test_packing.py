@@ -110,3 +110,17 @@ def test_groups_hold_a_bounded_amount_of_full_precision():
     assert layers_together(30, 4 * 12 * 128) == 6
     assert layers_together(40, 4 * 40 * 128) == 2
     assert layers_together(30, GROUP_BYTES) == 1
+
+
+@pytest.mark.parametrize("method", ["quantwm", "kivi"])
+def test_blocks_leave_a_group_for_the_bank_and_are_billed_there(method):
+    cache = world(method=method)
+    for index in range(4):
+        add_block(cache, index)
+    cache.retire([0], torch.device("cpu"))
+    assert sum(cache.usage().values()) == held_bytes(cache)
+    for layer in cache.layers:
+        assert layer.committed < 4 * TOKENS and layer.tokens == 4 * TOKENS
+        assert 0 < layer.bank_bytes() < sum(layer.usage().values())
+    cache.recall([0])
+    assert all(layer.read()[0].shape[1] == 4 * TOKENS for layer in cache.layers)

@@ -20,8 +20,11 @@ from ...quantwm_core import CacheHandle, CacheSettings
 from ...quantwm_core.accounting import estimate_bytes
 from ...quantwm_core.cache import check_backend
 from ...quantwm_core.methods import Method
+from ...quantwm_core.overrides import check_overrides
 from ...quantwm_core.probe import LogitProbe
+from ...quantwm_core.window import RolloutSettings
 from .run import CausalWanRun, PackedLayer
+from .sampler import WorldSampler, given_latent
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +56,14 @@ def attach(
     patched = model.clone()
     detach(patched)
     adapter = CausalWanAdapter(settings, on_block, method, probe)
-    check_backend(settings, model.model.diffusion_model.head_dim, model.load_device)
+    network = model.model.diffusion_model
+    check_backend(settings, network.head_dim, model.load_device)
+    check_overrides(settings.overrides, len(network.blocks), network.num_heads)
     others = set(patched.object_patches)
     patched.add_object_patch(INIT_PATH, adapter.init_kv_caches)
     if settings.compresses:
         patched.add_object_patch(FORWARD_PATH, adapter.forward_block)
-        for layer in range(len(model.model.diffusion_model.blocks)):
+        for layer in range(len(network.blocks)):
             path = f"diffusion_model.blocks.{layer}.self_attn.forward"
             patched.add_object_patch(path, functools.partial(adapter.self_attention, layer))
     replaced = [path for path in others if patched.object_patches[path] is not model.object_patches.get(path)]
@@ -99,13 +104,16 @@ class CausalWanAdapter:
         self._on_block = on_block
         self._method = method
         self._probe = probe
+        self._rollout = RolloutSettings()
 
-    def outer_sample(self, executor, *args, **kwargs):
+    def outer_sample(self, executor, noise, latent_image, sampler, *args, **kwargs):
         """Give the run its state and take it away again, however the run ends."""
         model = executor.class_obj.model_patcher.model
-        self.run = CausalWanRun(self.settings, model, self.handle, self._on_block, self._method, self._probe)
+        ours = isinstance(sampler, WorldSampler)
+        self._rollout, memory = (sampler.settings, sampler.memory) if ours else (RolloutSettings(), None)
+        self.run = CausalWanRun(self.settings, model, self.handle, self._on_block, self._method, self._probe, memory)
         try:
-            return executor(*args, **kwargs)
+            return executor(noise, latent_image, sampler, *args, **kwargs)
         finally:
             self.finish()
 
@@ -128,7 +136,14 @@ class CausalWanAdapter:
         """The latent shape that the host would estimate at its own need plus ours: more frames."""
         geometry = self.run.geometry(noise_shape[0])
         _, patch_height, patch_width = model.model.diffusion_model.patch_size
-        tokens = noise_shape[2] * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
+        given = given_latent(model.model_options)
+        memory = self.run.memory
+        frames = self._rollout.room(noise_shape[2], 0 if given is None else given.shape[2], memory.returning)
+        if memory.retrieves and memory.bank_device == "gpu":
+            # The bank is bounded in blocks or not at all.
+            bank = memory.bank_blocks * self._rollout.frames_per_block or noise_shape[2]
+            frames = min(noise_shape[2], frames + bank)
+        tokens = frames * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
         planned = estimate_bytes(self.settings, geometry, tokens)
         native = model.model.memory_required([noise_shape[0] * 2, *noise_shape[1:]])
         noise_shape[2] = math.ceil(noise_shape[2] * (1 + planned / max(native, 1)))
@@ -172,5 +187,5 @@ class CausalWanAdapter:
         if self.run is None:
             raise RuntimeError(
                 f"QuantWM's cache exists only while a sampler runs; {name} was called outside. "
-                "Use Sampler AR Video, or bypass Apply To World Model."
+                "Use World Sampler or Sampler AR Video, or bypass Apply To World Model."
             )
