@@ -1,0 +1,22 @@
+"""LingBot-World: image to world with a camera, block by block. The host has no such model, so it is here."""
+
+from __future__ import annotations
+
+from .camera import CameraPath, LatentCamera, latent_camera
+from .checkpoint import check_weights, is_lingbot
+from .model import CAMERA_KEY, WINDOW_KEY, build
+from .schedule import few_step_sigmas
+from .window import AttentionWindow
+
+__all__ = [
+    "CAMERA_KEY",
+    "WINDOW_KEY",
+    "CameraPath",
+    "LatentCamera",
+    "AttentionWindow",
+    "build",
+    "check_weights",
+    "few_step_sigmas",
+    "is_lingbot",
+    "latent_camera",
+]

@@ -1,0 +1,76 @@
+"""The uncompressed cache of a rolling window: the first frames and the newest ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionWindow:
+    """How much a block may look at, in latent frames: `size` in all, itself included, `sink` of them the very first.
+
+    Raises:
+        ValueError: when no room is left for a block behind the sink.
+    """
+
+    size: int
+    sink: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sink < self.size:
+            raise ValueError(
+                f"window must be larger than sink, and sink at least 0; got window {self.size} and sink {self.sink}. "
+                "LingBot-World v2 uses 18 and 6; window 0 keeps everything."
+            )
+
+    def check_block(self, frames: int) -> None:
+        """Raise ValueError when a block of `frames` does not fit behind the sink."""
+        if frames > self.size - self.sink:
+            raise ValueError(
+                f"a block of {frames} latent frames needs a window of at least {self.sink + frames} (the sink of "
+                f"{self.sink}, and the block); got {self.size}. Raise window, or lower the sampler's frames a block."
+            )
+
+
+class WindowCache:
+    """Keys and values `[B, S, H, D]` of one layer in full precision, with the face that the host's sampler expects.
+
+    `end` counts the tokens held; lowering it forgets the newest. Storage is made at the first write, because only then
+    is known how long the window is.
+    """
+
+    def __init__(self, max_tokens: int, batch: int, heads: int, head_dim: int, device, dtype: torch.dtype) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.end = 0
+        self._capacity = max_tokens
+        self._make = lambda tokens: torch.zeros(batch, tokens, heads, head_dim, device=device, dtype=dtype)
+
+    def __getitem__(self, name: str):
+        return self.end if name == "end" else self.tensors[name]
+
+    def __setitem__(self, name: str, value: int) -> None:
+        if name != "end":
+            raise KeyError(f"only `end` of a cache can be set; got {name!r}.")
+        self.end = value
+
+    def make_room(self, tokens: int, window: int, sink: int) -> None:
+        """Forget the oldest tokens behind the first `sink`, so that `tokens` more make `window` at the most."""
+        self._capacity = min(self._capacity, window)
+        surplus = self.end + tokens - window
+        if surplus <= 0:
+            return
+        for tensor in self.tensors.values():
+            tensor[:, sink : self.end - surplus] = tensor[:, sink + surplus : self.end].clone()
+        self.end -= surplus
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a block and return everything held: keys and values `[B, end, H, D]`."""
+        if not self.tensors:
+            self.tensors = {"k": self._make(self._capacity), "v": self._make(self._capacity)}
+        end = self.end + k.shape[1]
+        self.tensors["k"][:, self.end : end] = k
+        self.tensors["v"][:, self.end : end] = v
+        self.end = end
+        return self.tensors["k"][:, :end], self.tensors["v"][:, :end]
