@@ -6,9 +6,11 @@ from .apply import QuantWMApply
 from .cache_stats import QuantWMCacheStats
 from .kv_cache import QuantWMKVCache
 from .load_world_model import QuantWMLoadWorldModel
+from .prompt_change import QuantWMPromptChange
 from .tiny_world_conditioning import TinyWorldConditioning
 from .tiny_world_seed import TinyWorldSeed
 from .tiny_world_vae import TinyWorldVAE
+from .world_sampler import QuantWMWorldSampler
 
 NODES: list[type[io.ComfyNode]] = [
     QuantWMKVCache,
@@ -18,6 +20,8 @@ NODES: list[type[io.ComfyNode]] = [
     TinyWorldVAE,
     TinyWorldConditioning,
     TinyWorldSeed,
+    QuantWMWorldSampler,
+    QuantWMPromptChange,
 ]
 
 

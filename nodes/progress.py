@@ -43,3 +43,13 @@ def block_text(entry: dict[str, Any]) -> str:
         f"Block {entry['block'] + 1}: {entry['tokens']:,} tokens cached\n"
         f"{format_bytes(resident)} instead of {format_bytes(entry['bytes_bf16'])}\n" + against_bf16(ratio)
     )
+
+
+def rollout_text(entry: dict[str, Any]) -> str:
+    """Two lines about a video that has just got another block; `entry` is what `WorldSampler.on_block` gets."""
+    reach = entry["in_reach"]
+    remembered = "all of them" if reach == entry["done"] else f"{reach} of them"
+    return (
+        f"Block {entry['block']} of {entry['blocks']}: {entry['done']} of {entry['frames']} latent frames\n"
+        f"The next block looks back at {remembered}"
+    )

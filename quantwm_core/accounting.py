@@ -24,11 +24,11 @@ def build_record(cache: WorldCache) -> dict:
     usage = cache.usage()
     geometry, settings, layers = cache.geometry, cache.settings, cache.layers
     # An interrupt can leave the first layers a block ahead: a block counts once all layers have it.
-    tokens = layers[-1].committed
+    tokens = layers[-1].tokens
     packed = sum(usage[part] for part in PARTS)
     unpacked = usage["raw"] + usage["blocks"]
     resident = packed + unpacked + usage["state"]
-    bf16 = sum(geometry.bytes_bf16(layer.committed) for layer in layers) // geometry.layers
+    bf16 = sum(geometry.bytes_bf16(layer.tokens) for layer in layers) // geometry.layers
     elements = sum(layer.packed_elements() for layer in layers)
     backend, backend_reason = cache.backend.summary()
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,11 @@ class WorldCache:
         if layer == self.geometry.layers - 1:
             self._block_done()
 
+    def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:
+        """Take blocks out of reach in all layers; see `LayerCache.retire`."""
+        for layer in self.layers:
+            layer.retire(blocks, bank)
+
     def usage(self) -> Counter[str]:
         """Resident bytes by part over all layers."""
         total: Counter[str] = Counter()
@@ -84,7 +89,7 @@ class WorldCache:
     def _block_done(self) -> None:
         record_usage = self.usage()
         raw = record_usage["raw"] + record_usage["blocks"]
-        tokens = self.layers[-1].committed
+        tokens = self.layers[-1].tokens
         entry = {
             "block": self.layers[-1].blocks - 1,
             "tokens": tokens,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,14 +20,20 @@ from .stopwatch import Stopwatch
 
 @dataclass
 class Entry:
-    """A stored piece and the lengths, in tokens, of the committed blocks in it."""
+    """A stored piece, the lengths, in tokens, of the committed blocks in it, and the number of the first of them."""
 
     stored: RawBlock | PackedSpan
     lengths: list[int]
+    first: int = 0
 
     @property
     def blocks(self) -> int:
         return len(self.lengths)
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of its blocks, counted from the start of the run."""
+        return range(self.first, self.first + self.blocks)
 
     def shorten(self, stored: RawBlock | PackedSpan) -> None:
         """Keep the beginning that `stored` holds."""
@@ -44,6 +50,8 @@ class LayerCache:
 
     `append` adds tokens at the end, `commit` makes them history and packs what the settings allow, `rewind` drops
     tokens from the end, `read` gives everything back as plain tensors, `attend` attends to history and live tokens.
+    `retire` takes blocks out of reach, for good or into a bank from which `recall` brings them back: positions are part
+    of the keys, so history may have gaps and any order.
     """
 
     def __init__(
@@ -62,6 +70,10 @@ class LayerCache:
         self.device = device
         self.entries: list[Entry] = []
         self.pending: list[RawBlock] = []
+        self.bank: list[Entry] = []
+        self.recalled: dict[int, RawBlock | PackedSpan] = {}
+        self._retired = 0
+        self._leaving: set[int] = set()
         self._observed = RunningMoment()
         self.pack_events = 0
         self.workspace_bytes = 0
@@ -73,7 +85,7 @@ class LayerCache:
 
     @property
     def end(self) -> int:
-        """Tokens held, committed or not."""
+        """Tokens within reach, committed or not."""
         return self.committed + sum(block.tokens for block in self.pending)
 
     @property
@@ -82,8 +94,13 @@ class LayerCache:
 
     @property
     def blocks(self) -> int:
-        """Committed blocks."""
-        return sum(entry.blocks for entry in self.entries)
+        """Committed blocks, retired ones included."""
+        return self._retired + sum(entry.blocks for entry in self.entries)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens stored for history, within reach or in the bank."""
+        return self.committed + sum(entry.stored.tokens for entry in self.bank)
 
     def observe(self, queries: torch.Tensor) -> None:
         """Note queries `[B, T, H, D]` of one pass over the block that will be appended next.
@@ -94,8 +111,17 @@ class LayerCache:
             moment = self._backend.run("second_moment", self._facts(queries), queries)
             self._observed.add(moment)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None = None) -> None:
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         """Add a block `[B, S, H, D]`; `queries` are those that met these keys, in the same coordinates.
+
+        Args:
+            lengths: add it as several blocks of so many tokens each.
 
         Raises:
             ValueError: when batch, heads or head width differ from what the cache holds.
@@ -103,14 +129,17 @@ class LayerCache:
         self._check_shape(k, v)
         if queries is not None:
             self.observe(queries)
-        self.pending.append(RawBlock(k, v, self._observed.take()))
+        moment = self._observed.take()
+        lengths = list(lengths or (k.shape[1],))
+        for keys, values in zip(k.split(lengths, 1), v.split(lengths, 1)):
+            self.pending.append(RawBlock(keys, values, moment))
 
     def commit(self) -> None:
         """Make appended blocks history, and pack every block that no setting keeps in full precision."""
         for block in self.pending:
             if self.blocks < self.settings.keep_first_blocks:
                 block.moment = None  # it will never be packed
-            self.entries.append(Entry(block, [block.tokens]))
+            self.entries.append(Entry(block, [block.tokens], self.blocks))
         self.pending.clear()
         self._pack_ready_blocks()
         for entry in self.entries:
@@ -142,13 +171,45 @@ class LayerCache:
         self.state.tokens = min(self.state.tokens, self.committed)
         self._recount()
 
+    def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:
+        """Take blocks, by number, out of reach: away for good, or packed as they are into a bank on device `bank`.
+
+        A span of several blocks leaves when all of them are to leave.
+        """
+        self._leaving.update(blocks)
+        out = [entry for entry in self.entries if self._leaving.issuperset(entry.numbers)]
+        if not out:
+            return
+        self.entries = [entry for entry in self.entries if entry not in out]
+        self._retired += sum(entry.blocks for entry in out)
+        self._leaving.difference_update(number for entry in out for number in entry.numbers)
+        if bank is not None:
+            shared = self._shared_storages(out)
+            self.bank += [Entry(_moved(e.stored, bank, shared), e.lengths, e.first) for e in out]
+        self._recount()
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Drop blocks, by number, from the bank."""
+        self.bank = [entry for entry in self.bank if not set(blocks).issuperset(entry.numbers)]
+        self._recount()
+
+    def recall(self, blocks: Collection[int]) -> None:
+        """Bring the bank's pieces that hold these blocks, and no others, back into reach, until the next call."""
+        wanted = {entry.first: entry.stored for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)}
+        if self.device is not None and self.settings.cache_device == "gpu":
+            wanted = {
+                first: self.recalled.get(first) or _moved(stored, self.device) for first, stored in wanted.items()
+            }
+        self.recalled = wanted
+        self._recount()
+
     def read(self, live_k: torch.Tensor | None = None, live_v: torch.Tensor | None = None):
-        """Everything held, followed by the live tokens: contiguous `[B, S, H, D]` keys and values.
+        """Everything within reach, followed by the live tokens: contiguous `[B, S, H, D]` keys and values.
 
         The result is a workspace for one layer; drop it before reading the next one.
         """
         live = [] if live_k is None else [RawBlock(live_k, live_v)]
-        pieces = [entry.stored for entry in self.entries] + self.pending + live
+        pieces = self._history() + live
         if not pieces:
             raise ValueError("the cache is empty and no live tokens were given: nothing to read.")
         if len(pieces) == 1 and live:
@@ -167,7 +228,7 @@ class LayerCache:
         `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
         """
         self._check_shape(k, v)
-        pieces = [entry.stored for entry in self.entries] + self.pending + [RawBlock(k, v)]
+        pieces = self._history() + [RawBlock(k, v)]
         facts = self._facts(queries)
         read = partial(self.read, k, v)
         return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
@@ -184,13 +245,32 @@ class LayerCache:
     def packed_elements(self) -> int:
         """Scalars (of keys and values) stored in fewer than 16 bits."""
         total = 0
-        for span in self._spans():
+        for entry in self.entries + self.bank:
+            span = entry.stored
+            if not isinstance(span, PackedSpan):
+                continue
             sides = (span.key_bits != 16) + (span.value_bits != 16)
             total += sides * span.batch * span.tokens * span.heads * span.head_dim
         return total
 
+    def _history(self) -> list[RawBlock | PackedSpan]:
+        """Pieces within reach."""
+        return [*self.recalled.values(), *(entry.stored for entry in self.entries), *self.pending]
+
+    def _stored(self) -> Iterator[RawBlock | PackedSpan]:
+        """Everything that takes memory; what was recalled where it lies appears twice."""
+        yield from (entry.stored for entry in self.entries + self.bank)
+        yield from self.recalled.values()
+
     def _spans(self) -> Iterator[PackedSpan]:
-        return (entry.stored for entry in self.entries if isinstance(entry.stored, PackedSpan))
+        return (stored for stored in self._stored() if isinstance(stored, PackedSpan))
+
+    def _shared_storages(self, leaving: list[Entry]) -> set[int]:
+        """Storages that other spans or the method refer to as well: they stay where they are, once."""
+        count = Counter(p for span in self._spans() for p in _storages(span))
+        count.update(p for entry in leaving if isinstance(entry.stored, PackedSpan) for p in _storages(entry.stored))
+        count.update(t.untyped_storage().data_ptr() for t in self.state.tensors())
+        return {pointer for pointer, times in count.items() if times > 1}
 
     def _check_shape(self, k: torch.Tensor, v: torch.Tensor) -> None:
         held = next((entry.stored for entry in self.entries), None) or next(iter(self.pending), None)
@@ -213,17 +293,15 @@ class LayerCache:
         per_span = max(1, s.span_blocks)
         last = self.blocks - s.keep_recent_blocks
         ready: list[int] = []
-        block = 0
         for index, entry in enumerate(self.entries):
-            if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= block < last:
+            if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= entry.first < last:
                 ready.append(index)
-            block += entry.blocks
         # Whole spans only, from the oldest on; replaced back to front so that indices stay valid.
         groups = [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
         packed = [(group, self._pack([self.entries[i].stored for i in group])) for group in groups]
         for group, span in reversed(packed):
             lengths = [length for i in group for length in self.entries[i].lengths]
-            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths)]
+            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, self.entries[group[0]].first)]
 
     def _pack(self, blocks: list[RawBlock]) -> PackedSpan:
         k, v = blocks[0].k, blocks[0].v
@@ -297,9 +375,23 @@ class LayerCache:
             self._usage[part_of(name)] += storage_bytes((tensor,), self._seen)
 
     def _recount_raw(self) -> None:
-        blocks = [entry.stored for entry in self.entries if isinstance(entry.stored, RawBlock)]
+        blocks = [stored for stored in self._stored() if isinstance(stored, RawBlock)]
         tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
         self._usage["blocks"] = storage_bytes(tensors)
+
+
+def _storages(span: PackedSpan) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in span.tensors.values()}
+
+
+def _moved(stored: RawBlock | PackedSpan, device: torch.device, staying: Collection[int] = ()) -> RawBlock | PackedSpan:
+    """The same piece on `device`, except for tensors whose storage is in `staying`; itself where nothing moves."""
+    if isinstance(stored, RawBlock):
+        return stored if stored.k.device == device else RawBlock(stored.k.to(device), stored.v.to(device))
+    own = {n: t for n, t in stored.tensors.items() if t.untyped_storage().data_ptr() not in staying}
+    if all(t.device == device for t in own.values()):
+        return stored
+    return replace(stored, tensors=stored.tensors | {name: t.to(device) for name, t in own.items()})
 
 
 def _mean_moment(blocks: list[RawBlock]) -> torch.Tensor | None:

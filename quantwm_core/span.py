@@ -11,7 +11,8 @@ import torch
 PARTS = ("codes", "ids", "centroids", "scales", "zeros", "psac_c", "psac_u")
 RAW = "raw"
 
-# Tensors with a token axis, `[B, H, S, ...]`; all others belong to the whole span, `[B, H, ...]`.
+# Tensors with a token axis, `[B, H, S, ...]` or, where raw, `[B, S, H, D]`; all others belong to the whole span,
+# `[B, H, ...]`.
 PER_TOKEN = {
     "k_codes",
     "v_codes",
@@ -33,6 +34,10 @@ def part_of(name: str) -> str:
         if part in name:
             return part
     raise KeyError(f"stored tensor {name!r} belongs to no part of {PARTS}")
+
+
+def _token_index(name: str, tokens: slice) -> tuple[slice, ...]:
+    return (slice(None), tokens) if part_of(name) == RAW else (slice(None), slice(None), tokens)
 
 
 @dataclass(eq=False)
@@ -67,7 +72,8 @@ class PackedSpan:
 
     def narrow(self, tokens: int) -> PackedSpan:
         """The first `tokens` tokens, in storage of their own, so that the rest is really freed."""
-        cut = {n: t[:, :, :tokens].clone() if n in PER_TOKEN else t for n, t in self.tensors.items()}
+        kept = slice(tokens)
+        cut = {n: t[_token_index(n, kept)].clone() if n in PER_TOKEN else t for n, t in self.tensors.items()}
         return replace(self, tokens=tokens, tensors=cut)
 
     def to_savable(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

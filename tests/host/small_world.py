@@ -57,6 +57,11 @@ def with_first_frames(model, frames: int, batch: int = 1):
     return clone
 
 
+def prompt(seed: int) -> torch.Tensor:
+    """A text embedding as the guider gets it."""
+    return torch.randn(1, 8, 24, generator=torch.Generator().manual_seed(seed))
+
+
 def run(
     model,
     frames: int = 5,
@@ -65,16 +70,17 @@ def run(
     batch: int = 1,
     cfg: float = 1.0,
     callback: Callable | None = None,
+    sampler=None,
 ) -> torch.Tensor:
-    """Latent of one run through CFGGuider and the host's ar_video sampler."""
+    """Latent of one run through CFGGuider and the host's ar_video sampler, or another."""
     import comfy.samplers
 
-    context = torch.randn(1, 8, 24, generator=torch.Generator().manual_seed(1))
+    context = prompt(1)
     guider = comfy.samplers.CFGGuider(model)
     guider.set_conds([[context, {}]], [[-context, {}]])
     guider.set_cfg(cfg)
     noise = torch.randn(batch, 16, frames, 6, 8, generator=torch.Generator().manual_seed(seed))
-    sampler = comfy.samplers.ksampler("ar_video", {"num_frame_per_block": block})
+    sampler = sampler or comfy.samplers.ksampler("ar_video", {"num_frame_per_block": block})
     with torch.inference_mode():
         return guider.sample(
             noise,

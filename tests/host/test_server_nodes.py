@@ -7,7 +7,7 @@ import requests
 import torch
 
 from benchmarks.demo import node_of, record_in
-from support.prompts import TEMPLATE, tiny_world_prompt, without_cache_nodes
+from support.prompts import TEMPLATE, tiny_world_prompt, with_world_sampler, without_cache_nodes
 from support.server import ComfyServer, PromptFailed
 
 NODE_IDS = {
@@ -18,6 +18,8 @@ NODE_IDS = {
     "QuantWMTinyWorldVAE",
     "QuantWMTinyWorldConditioning",
     "QuantWMTinyWorldSeed",
+    "QuantWMWorldSampler",
+    "QuantWMPromptChange",
 }
 
 
@@ -109,6 +111,30 @@ def test_off_equals_a_graph_without_the_nodes(server, sample):
     latents = [sample(server, each) for each in (off, packed, without_cache_nodes(off))]
     assert torch.equal(latents[0], latents[2])
     assert not torch.equal(latents[0], latents[1])
+
+
+def test_world_sampler_equals_the_hosts_until_it_is_asked_for_more(server, prompt, sample):
+    assert torch.equal(sample(server, with_world_sampler(prompt)), sample(server, prompt))
+    asked = with_world_sampler(prompt, window=3, prompts=["change", 0])
+    asked["turn"] = {
+        "class_type": "QuantWMTinyWorldConditioning",
+        "inputs": {"turn_rate": -18.0, "orbit": 0.2, "orbit_phase": 0.0},
+    }
+    asked["change"] = {
+        "class_type": "QuantWMPromptChange",
+        "inputs": {"conditioning": ["turn", 0], "from_block": 2},
+    }
+    events = []
+    entry = server.wait(server.queue(asked), events.append)
+    record = record_in("\n".join(entry["outputs"][node_of(asked, "QuantWMCacheStats")]["text"]))
+    assert record["tokens"] == 3 * 96 and record["blocks"] == 4
+    told = [(e["data"]["node"], e["data"]["text"]) for e in events if e["type"] == "progress_text"]
+    assert (node_of(asked, "QuantWMWorldSampler"), "Block 2 of 2: 12 of 12 latent frames") in [
+        (node, text.splitlines()[0].strip()) for node, text in told
+    ]
+    states = [e["data"]["nodes"] for e in events if e["type"] == "progress_state"]
+    sampler = node_of(asked, "SamplerCustomAdvanced")
+    assert max(nodes[sampler]["max"] for nodes in states if sampler in nodes) == 2 * 5
 
 
 @pytest.mark.parametrize(

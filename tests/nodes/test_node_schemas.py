@@ -33,6 +33,8 @@ INPUTS = {
     "QuantWMTinyWorldVAE": [],
     "QuantWMTinyWorldConditioning": CAMERA,
     "QuantWMTinyWorldSeed": ["model", "vae", "world_seed", *CAMERA, "seed_frames", "length"],
+    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts"],
+    "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
@@ -42,6 +44,8 @@ OUTPUTS = {
     "QuantWMTinyWorldVAE": ["VAE"],
     "QuantWMTinyWorldConditioning": ["CONDITIONING"],
     "QuantWMTinyWorldSeed": ["MODEL", "LATENT", "IMAGE"],
+    "QuantWMWorldSampler": ["SAMPLER"],
+    "QuantWMPromptChange": ["QUANTWM_PROMPTS"],
 }
 NAMES = {
     "QuantWMKVCache": "QuantWM KV Cache",
@@ -51,9 +55,15 @@ NAMES = {
     "QuantWMTinyWorldVAE": "Tiny World VAE",
     "QuantWMTinyWorldConditioning": "Tiny World Conditioning",
     "QuantWMTinyWorldSeed": "Tiny World Seed",
+    "QuantWMWorldSampler": "World Sampler",
+    "QuantWMPromptChange": "Prompt Change",
 }
 KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto"]
-ADVANCED = {"QuantWMKVCache": INPUTS["QuantWMKVCache"][3:], "QuantWMLoadWorldModel": ["weight_dtype"]}
+ADVANCED = {
+    "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
+    "QuantWMLoadWorldModel": ["weight_dtype"],
+    "QuantWMWorldSampler": ["context_noise"],
+}
 
 
 @pytest.fixture(scope="module")

@@ -91,3 +91,35 @@ def test_load_world_model_lists_the_built_in_world_first(node):
     assert schema.inputs[0].options[0] == "tiny world (built in)"
     model = node("load_world_model", "QuantWMLoadWorldModel").execute("tiny world (built in)", "default").args[0]
     assert hasattr(model.model.diffusion_model, "init_kv_caches")
+
+
+def test_world_sampler_is_a_sampler_and_tells_how_far_it_is(node, sent, monkeypatch):
+    world_sampler = node("world_sampler", "QuantWMWorldSampler")
+    monkeypatch.setattr(world_sampler, "hidden", SimpleNamespace(unique_id="7"))
+    (sampler,) = world_sampler.execute(frames_per_block=3, window=9, sink=3, context_noise=0.0).args
+    samplers = importlib.import_module("comfy.samplers")
+    assert isinstance(sampler, samplers.Sampler) and sampler.settings.sink == 3 and sampler.prompts == ()
+    sampler.on_block({"block": 2, "blocks": 5, "done": 6, "frames": 15, "in_reach": 6})
+    sampler.on_block({"block": 5, "blocks": 5, "done": 15, "frames": 15, "in_reach": 12})
+    assert sent == [
+        ("7", "Block 2 of 5: 6 of 15 latent frames  \nThe next block looks back at all of them"),
+        ("7", "Block 5 of 5: 15 of 15 latent frames  \nThe next block looks back at 12 of them"),
+    ]
+
+
+def test_world_sampler_refuses_a_window_smaller_than_a_block_on_the_node(node):
+    world_sampler = node("world_sampler", "QuantWMWorldSampler")
+    assert world_sampler.validate_inputs(window=3, frames_per_block=3) is True
+    assert world_sampler.validate_inputs(window=0, frames_per_block=3) is True
+    assert world_sampler.validate_inputs(window=None, frames_per_block=None) is True
+    assert "Raise window" in world_sampler.validate_inputs(window=2, frames_per_block=3)
+    assert "from 1 to 64" in world_sampler.validate_inputs(window=0, frames_per_block=65)
+
+
+def test_prompt_changes_chain_and_may_not_collide(node):
+    prompt_change = node("prompt_change", "QuantWMPromptChange")
+    (first,) = prompt_change.execute("sunset", 4).args
+    (both,) = prompt_change.execute("night", 2, first).args
+    assert [(change.block, change.conditioning) for change in both] == [(4, "sunset"), (2, "night")]
+    with pytest.raises(ValueError, match="4 is given twice"):
+        prompt_change.execute("noon", 4, both)

@@ -46,6 +46,18 @@ def test_rewinding_leaves_nothing_behind(method, back):
     assert len(set(sizes)) == 1
 
 
+@pytest.mark.parametrize("sides", [{"key_bits": 16}, {"value_bits": 16}], ids=["raw keys", "raw values"])
+def test_rewinding_into_a_span_with_one_side_in_full_precision(sides):
+    layer = layer_cache(**sides)
+    x = normal(2, 24, 2, 64)
+    layer.append(x, x, x)
+    layer.commit()
+    before = layer.read()
+    layer.rewind(17)
+    for now, then in zip(layer.read(), before):
+        torch.testing.assert_close(now, then[:, :7], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_rewinding_to_nothing_and_too_far(method):
     layer = layer_cache(method=method)
@@ -81,6 +93,54 @@ def test_random_operations_equal_plain_tensors(method, batch):
         elif plain.shape[1]:
             torch.testing.assert_close(layer.read()[0], plain, rtol=0, atol=1e-5)
         assert layer.end == plain.shape[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_leave_and_come_back_from_the_bank(method):
+    """What is in reach decodes to what it did before, retired blocks cost nothing, banked ones what they did."""
+    layer = layer_cache(method=method)
+    for block in range(6):
+        layer.append(*(normal(1, 20 + block, 2, 64, seed=block),) * 3)
+        layer.commit()
+    whole = resident(layer)
+    parts = layer.read()[0].split([20, 21, 22, 23, 24, 25], dim=1)
+    layer.retire([1, 2], torch.device("cpu"))
+    assert torch.equal(layer.read()[0], torch.cat((parts[0], *parts[3:]), 1))
+    assert resident(layer) == whole and layer.tokens == 135 and layer.end == layer.committed == 92
+    layer.recall([2])
+    assert torch.equal(layer.read()[0], torch.cat((parts[2], parts[0], *parts[3:]), 1))
+    layer.recall([])
+    layer.forget([1])
+    layer.retire([3])
+    assert layer.tokens == 91 and layer.blocks == 6 and resident(layer) < 0.9 * whole
+    layer.append(*(normal(1, 7, 2, 64, seed=9),) * 3)
+    layer.commit()
+    assert [entry.first for entry in layer.entries] == [0, 4, 5, 6]
+    layer.rewind(7 + 25)
+    assert layer.blocks == 5 and torch.equal(layer.read()[0], torch.cat((parts[0], parts[4]), 1))
+
+
+def test_a_span_of_several_blocks_leaves_as_a_whole():
+    layer = layer_cache(span_blocks=2)
+    for block in range(5):
+        layer.append(*(normal(1, 8, 1, 64, seed=block),) * 3)
+        layer.commit()
+    layer.retire([0])
+    assert layer.end == 40
+    layer.retire([1])
+    assert layer.end == 24 and layer.blocks == 5
+    layer.append(*(normal(1, 8, 1, 64),) * 3)
+    layer.commit()
+    assert [list(entry.numbers) for entry in layer.entries] == [[2, 3], [4, 5]]
+
+
+def test_kept_first_blocks_are_the_first_of_the_run():
+    layer = layer_cache(keep_first_blocks=1)
+    for block in range(4):
+        layer.append(*(normal(1, 8, 1, 64, seed=block),) * 3)
+        layer.commit()
+        layer.retire([block - 1])
+    assert not isinstance(layer.entries[0].stored, RawBlock)
 
 
 def test_live_tokens_follow_history_and_are_forgotten():

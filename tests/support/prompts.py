@@ -46,3 +46,11 @@ def without_cache_nodes(prompt: dict) -> dict:
             if isinstance(value, list) and value[0] == apply_node:
                 node["inputs"][name] = model
     return prompt
+
+
+def with_world_sampler(prompt: dict, **inputs: object) -> dict:
+    """The same prompt with World Sampler in the place of the host's sampler, a block of 3 frames at a time."""
+    prompt = copy.deepcopy(prompt)
+    values = {"frames_per_block": 3, "window": 0, "sink": 0, "context_noise": 0.0}
+    prompt[node_of(prompt, "SamplerARVideo")] = {"class_type": "QuantWMWorldSampler", "inputs": values | inputs}
+    return prompt

@@ -21,7 +21,9 @@ from ...quantwm_core.accounting import estimate_bytes
 from ...quantwm_core.cache import check_backend
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
+from ...quantwm_core.window import RolloutSettings
 from .run import CausalWanRun, PackedLayer
+from .sampler import WorldSampler, given_latent
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +101,15 @@ class CausalWanAdapter:
         self._on_block = on_block
         self._method = method
         self._probe = probe
+        self._rollout = RolloutSettings()
 
-    def outer_sample(self, executor, *args, **kwargs):
+    def outer_sample(self, executor, noise, latent_image, sampler, *args, **kwargs):
         """Give the run its state and take it away again, however the run ends."""
         model = executor.class_obj.model_patcher.model
         self.run = CausalWanRun(self.settings, model, self.handle, self._on_block, self._method, self._probe)
+        self._rollout = sampler.settings if isinstance(sampler, WorldSampler) else RolloutSettings()
         try:
-            return executor(*args, **kwargs)
+            return executor(noise, latent_image, sampler, *args, **kwargs)
         finally:
             self.finish()
 
@@ -128,7 +132,9 @@ class CausalWanAdapter:
         """The latent shape that the host would estimate at its own need plus ours: more frames."""
         geometry = self.run.geometry(noise_shape[0])
         _, patch_height, patch_width = model.model.diffusion_model.patch_size
-        tokens = noise_shape[2] * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
+        given = given_latent(model.model_options)
+        frames = self._rollout.room(noise_shape[2], 0 if given is None else given.shape[2])
+        tokens = frames * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
         planned = estimate_bytes(self.settings, geometry, tokens)
         native = model.model.memory_required([noise_shape[0] * 2, *noise_shape[1:]])
         noise_shape[2] = math.ceil(noise_shape[2] * (1 + planned / max(native, 1)))

@@ -42,6 +42,9 @@ class CausalWanRun:
         self.clean = False
         # Share of a forward's tokens, at its end, that only rehearse.
         self.rehearsed_share = 0.0
+        # Tokens of each block in the clean pass that is running, where a sampler has told.
+        self.lengths: list[int] | None = None
+        self._announced: list[int] | None = None
         self._started = False
         self._rehearse = False
         self.device: torch.device | None = None
@@ -74,11 +77,16 @@ class CausalWanRun:
         )
         return [PackedLayer(self, layer) for layer in range(len(self.blocks))]
 
+    def announce_clean_pass(self, lengths: list[int]) -> None:
+        """The coming forward makes history, whatever its noise level: blocks of so many tokens each."""
+        self._announced = lengths
+
     def begin_pass(self, clean: bool) -> None:
         """Note what the coming forward is. Given frames get a clean pass before anything was denoised."""
-        self.clean = clean
+        self.lengths, self._announced = self._announced, None
+        self.clean = clean or self.lengths is not None
         first, self._started = not self._started, True
-        self._rehearse = first and clean and self.cache is not None and self.cache.layers[0].method.rehearses
+        self._rehearse = first and self.clean and self.cache is not None and self.cache.layers[0].method.rehearses
 
     def forward_block(self, x: torch.Tensor, timestep: torch.Tensor, **kwargs) -> torch.Tensor:
         """The host's forward; on the pass of given frames a few noisy frames ride along behind them.
@@ -112,7 +120,7 @@ class CausalWanRun:
 
     def finish(self) -> None:
         """Write the record, if anything was cached, and drop the cache."""
-        if self.cache is not None and self.cache.layers[-1].committed:
+        if self.cache is not None and self.cache.layers[-1].tokens:
             self.handle.record = self.cache.record()
         elif self._native is not None:
             self.handle.record = self._native_record()
@@ -142,6 +150,10 @@ class PackedLayer:
         self._run = run
         self._index = index
         self._ahead = 0
+
+    @property
+    def run(self) -> CausalWanRun:
+        return self._run
 
     @property
     def layer(self) -> LayerCache:
@@ -198,7 +210,7 @@ class PackedLayer:
             return out
         if probe is not None:
             probe.commit(self._index, k)
-        layer.append(k, v, q)
+        layer.append(k, v, q, self._run.lengths)
         self._run.cache.commit(self._index)
         return out
 
