@@ -44,6 +44,15 @@ class Entry:
             if last > surplus:
                 self.lengths.append(last - surplus)
 
+    def without(self, start: int, stop: int) -> Entry:
+        """The same entry without the tokens from `start` to `stop`; a block of which nothing is left has length 0."""
+        lengths, begin = [], 0
+        for length in self.lengths:
+            lost = max(0, min(stop, begin + length) - max(start, begin))
+            lengths.append(length - lost)
+            begin += length
+        return replace(self, stored=self.stored.without(start, stop), lengths=lengths)
+
 
 class LayerCache:
     """History of one layer. Positions are plain ints, so that nothing here has to ask the device for them.
@@ -169,6 +178,27 @@ class LayerCache:
         if not stored and before:
             self.state = LayerState(self.state.value_metric)
         self.state.tokens = min(self.state.tokens, self.committed)
+        self._recount()
+
+    def evict(self, start: int, tokens: int) -> None:
+        """Drop `tokens` tokens of the history within reach, counted from its token `start`, be it inside of blocks.
+
+        Raises:
+            ValueError: when the history ends before them.
+        """
+        stop = start + tokens
+        if not 0 <= start <= stop <= self.committed:
+            raise ValueError(f"evict takes tokens of the {self.committed} in reach; got those from {start} to {stop}.")
+        kept, begin = [], 0
+        for entry in self.entries:
+            end = begin + entry.stored.tokens
+            first, last = max(start, begin), min(stop, end)
+            if (first, last) == (begin, end):
+                self._retired += entry.blocks
+            else:
+                kept.append(entry.without(first - begin, last - begin) if first < last else entry)
+            begin = end
+        self.entries = kept
         self._recount()
 
     def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:

@@ -36,8 +36,12 @@ def part_of(name: str) -> str:
     raise KeyError(f"stored tensor {name!r} belongs to no part of {PARTS}")
 
 
+def _token_axis(name: str) -> int:
+    return 1 if part_of(name) == RAW else 2
+
+
 def _token_index(name: str, tokens: slice) -> tuple[slice, ...]:
-    return (slice(None), tokens) if part_of(name) == RAW else (slice(None), slice(None), tokens)
+    return (*[slice(None)] * _token_axis(name), tokens)
 
 
 @dataclass(eq=False)
@@ -76,6 +80,16 @@ class PackedSpan:
         cut = {n: t[_token_index(n, kept)].clone() if n in PER_TOKEN else t for n, t in self.tensors.items()}
         return replace(self, tokens=tokens, tensors=cut)
 
+    def without(self, start: int, stop: int) -> PackedSpan:
+        """All tokens but those from `start` to `stop`, in storage of their own."""
+        cut = {
+            n: torch.cat((t[_token_index(n, slice(start))], t[_token_index(n, slice(stop, None))]), _token_axis(n))
+            if n in PER_TOKEN
+            else t
+            for n, t in self.tensors.items()
+        }
+        return replace(self, tokens=self.tokens - (stop - start), tensors=cut)
+
     def to_savable(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Contiguous tensors and string metadata, ready for `safetensors.torch.save_file`."""
         numbers = ("method", "tokens", "heads", "head_dim", "key_bits", "value_bits", "group_size", "rank")
@@ -105,6 +119,11 @@ class RawBlock:
 
     def narrow(self, tokens: int) -> RawBlock:
         return RawBlock(self.k[:, :tokens].clone(), self.v[:, :tokens].clone(), self.moment)
+
+    def without(self, start: int, stop: int) -> RawBlock:
+        """All tokens but those from `start` to `stop`, in storage of their own."""
+        k, v = (torch.cat((t[:, :start], t[:, stop:]), dim=1) for t in (self.k, self.v))
+        return RawBlock(k, v, self.moment)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:

@@ -8,15 +8,14 @@ tests at the end show how much.
 from __future__ import annotations
 
 import importlib
-import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.host import ROOT
 from support import lingbot_case as case
+from support.lingbot_run import camera_path, load_model, run
 
 pytestmark = pytest.mark.host
 
@@ -35,49 +34,8 @@ def reference() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def model(host, lingbot):
-    """MODEL through the pack's loader, from the random weights of the case."""
-    network = importlib.import_module("quantwm_pack.world_models.lingbot.network")
-    import comfy.ops
-
-    made = network.LingBotModel(
-        **case.MODEL, dtype=torch.float32, device="meta", operations=comfy.ops.disable_weight_init
-    )
-    weights = case.weights({name: value.shape for name, value in made.state_dict().items()})
-    sizes = {"causal_ar": True, "num_heads": case.HEADS, "text_dim": case.TEXT_WIDTH, "freq_dim": 256}
-    return lingbot.build(weights, {"config": json.dumps({"transformer": sizes})}, {})
-
-
-def camera_path(lingbot, version: case.Version):
-    poses = case.poses(version.poses).astype(np.float64)
-    return lingbot.CameraPath(poses, tuple(map(float, case.intrinsics(version.poses)[0])))
-
-
-def run(model, lingbot, version: case.Version, frames: int | None = None, **changes) -> torch.Tensor:
-    """Latents of a run through the host's guider and sampler, in the network's normalisation `[16, T, H, W]`."""
-    import comfy.samplers
-
-    frames = frames or version.frames
-    settings = {
-        "concat_latent_image": model.model.process_latent_out(case.picture(frames)),
-        "concat_mask": 1 - case.mask(frames)[:, :1],
-        lingbot.CAMERA_KEY: lingbot.latent_camera(camera_path(lingbot, version), version.poses, version.frames),
-        lingbot.WINDOW_KEY: lingbot.AttentionWindow(version.window, version.sink) if version.window else None,
-    } | changes
-    guider = comfy.samplers.CFGGuider(model)
-    guider.set_conds([[case.text(), settings]], [[case.text(), settings]])
-    guider.set_cfg(1.0)
-    sampler = comfy.samplers.ksampler("ar_video", {"num_frame_per_block": version.block})
-    with torch.inference_mode():
-        out = guider.sample(
-            case.noise(frames),
-            torch.zeros(1, 16, frames, case.HEIGHT, case.WIDTH),
-            sampler,
-            torch.tensor(lingbot.few_step_sigmas(version.indices)),
-            disable_pbar=True,
-            seed=case.RUN_SEED,
-        )
-    return model.model.process_latent_in(out)[0]
+def model(host):
+    return load_model()
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -109,7 +67,7 @@ def test_published_timesteps_and_levels(model, lingbot):
 @pytest.mark.parametrize("name", case.VERSIONS)
 def test_camera_poses_and_rays(lingbot, reference, name):
     version = case.VERSIONS[name]
-    camera = lingbot.latent_camera(camera_path(lingbot, version), version.poses, version.frames)
+    camera = lingbot.latent_camera(camera_path(version), version.poses, version.frames)
     torch.testing.assert_close(camera.poses, reference[f"{name}.poses"], rtol=0, atol=2e-6)
     rays = camera.rays(torch.arange(1, 3), case.HEIGHT * 8, case.WIDTH * 8)
     rays = torch.nn.functional.pixel_unshuffle(rays, 8).movedim(0, 1)
@@ -142,7 +100,7 @@ def test_every_stage_of_a_run(model, lingbot, reference, name):
         network.register_forward_hook(keep_flow),
     ]
     try:
-        latents = run(model, lingbot, version)
+        latents = run(model, version)
     finally:
         for hook in hooks:
             hook.remove()
@@ -185,7 +143,7 @@ def no_camera(patch, lingbot, model):
 
 def poses_cut_instead_of_stretched(patch, lingbot, model):
     version = case.VERSIONS["v2"]
-    path = camera_path(lingbot, version)
+    path = camera_path(version)
     return {lingbot.CAMERA_KEY: lingbot.latent_camera(path, 4 * (version.frames - 1) + 1, version.frames)}
 
 
@@ -209,6 +167,6 @@ def text_without_its_zeros(patch, lingbot, model):
 )
 def test_tolerance_would_show_a_mistake(model, lingbot, reference, monkeypatch, mistake):
     changes = mistake(monkeypatch, lingbot, model)
-    wrong = difference(run(model, lingbot, case.VERSIONS["v2"], **changes), reference["v2.latents"])
+    wrong = difference(run(model, case.VERSIONS["v2"], **changes), reference["v2.latents"])
     print(mistake.__name__, f"{wrong:.4f}")
     assert wrong > 100 * TOLERANCE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .camera import CameraPath, LatentCamera, latent_camera
 from .checkpoint import check_weights, is_lingbot
-from .model import CAMERA_KEY, WINDOW_KEY, build
+from .model import CAMERA_KEY, WINDOW_KEY, build, window_of
 from .schedule import few_step_sigmas
 from .window import AttentionWindow
 
@@ -19,4 +19,5 @@ __all__ = [
     "few_step_sigmas",
     "is_lingbot",
     "latent_camera",
+    "window_of",
 ]

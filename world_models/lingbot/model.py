@@ -16,6 +16,7 @@ from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
 
 from .network import LingBotModel
 from .schedule import LEVELS, SHIFT, denoise_levels
+from .window import AttentionWindow
 
 CAMERA_KEY = "quantwm_camera"
 WINDOW_KEY = "quantwm_window"
@@ -59,6 +60,11 @@ class LingBotWorld(comfy.model_base.WAN21):
             if kwargs.get(key) is not None:
                 out[name] = comfy.conds.CONDConstant(kwargs[key])
         return out
+
+
+def window_of(conds: dict[str, list[dict]]) -> AttentionWindow | None:
+    """The window that a guider's conditionings carry, if any does."""
+    return next((cond[WINDOW_KEY] for group in conds.values() for cond in group if cond.get(WINDOW_KEY)), None)
 
 
 class LingBotConfig(comfy.supported_models.WAN21_CausalAR_T2V):

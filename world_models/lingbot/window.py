@@ -42,10 +42,9 @@ class WindowCache:
     """
 
     def __init__(self, max_tokens: int, batch: int, heads: int, head_dim: int, device, dtype: torch.dtype) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors = {side: torch.zeros(batch, 0, heads, head_dim, device=device, dtype=dtype) for side in "kv"}
         self.end = 0
         self._capacity = max_tokens
-        self._make = lambda tokens: torch.zeros(batch, tokens, heads, head_dim, device=device, dtype=dtype)
 
     def __getitem__(self, name: str):
         return self.end if name == "end" else self.tensors[name]
@@ -67,8 +66,9 @@ class WindowCache:
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a block and return everything held: keys and values `[B, end, H, D]`."""
-        if not self.tensors:
-            self.tensors = {"k": self._make(self._capacity), "v": self._make(self._capacity)}
+        if not self.tensors["k"].shape[1]:
+            batch, _, heads, head_dim = k.shape
+            self.tensors = {n: t.new_zeros(batch, self._capacity, heads, head_dim) for n, t in self.tensors.items()}
         end = self.end + k.shape[1]
         self.tensors["k"][:, self.end : end] = k
         self.tensors["v"][:, self.end : end] = v
