@@ -4,7 +4,9 @@ from comfy_api.latest import ComfyExtension, io
 
 from .apply import QuantWMApply
 from .cache_stats import QuantWMCacheStats
+from .camera_path import QuantWMCameraPath
 from .kv_cache import QuantWMKVCache
+from .lingbot_conditioning import QuantWMLingBotConditioning
 from .load_world_model import QuantWMLoadWorldModel
 from .prompt_change import QuantWMPromptChange
 from .tiny_world_conditioning import TinyWorldConditioning
@@ -22,6 +24,8 @@ NODES: list[type[io.ComfyNode]] = [
     TinyWorldSeed,
     QuantWMWorldSampler,
     QuantWMPromptChange,
+    QuantWMCameraPath,
+    QuantWMLingBotConditioning,
 ]
 
 

@@ -7,3 +7,4 @@ CATEGORY = "QuantWM"
 SettingsSocket = io.Custom("QUANTWM_SETTINGS")
 CacheSocket = io.Custom("QUANTWM_CACHE")
 PromptsSocket = io.Custom("QUANTWM_PROMPTS")
+CameraSocket = io.Custom("QUANTWM_CAMERA")

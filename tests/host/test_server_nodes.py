@@ -18,6 +18,8 @@ NODE_IDS = {
     "QuantWMTinyWorldVAE",
     "QuantWMTinyWorldConditioning",
     "QuantWMTinyWorldSeed",
+    "QuantWMCameraPath",
+    "QuantWMLingBotConditioning",
     "QuantWMWorldSampler",
     "QuantWMPromptChange",
 }

@@ -36,6 +36,20 @@ INPUTS = {
     "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts"],
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
+INPUTS |= {
+    "QuantWMCameraPath": ["motion", "length", "distance", "angle", "fov", "actions", "keyframes", "folder"],
+    "QuantWMLingBotConditioning": [
+        "positive",
+        "vae",
+        "start_image",
+        "camera",
+        "version",
+        "width",
+        "height",
+        "window",
+        "sink",
+    ],
+}
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
     "QuantWMApply": ["MODEL", "QUANTWM_CACHE"],
@@ -46,6 +60,10 @@ OUTPUTS = {
     "QuantWMTinyWorldSeed": ["MODEL", "LATENT", "IMAGE"],
     "QuantWMWorldSampler": ["SAMPLER"],
     "QuantWMPromptChange": ["QUANTWM_PROMPTS"],
+}
+OUTPUTS |= {
+    "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
+    "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
 }
 NAMES = {
     "QuantWMKVCache": "QuantWM KV Cache",
@@ -58,11 +76,16 @@ NAMES = {
     "QuantWMWorldSampler": "World Sampler",
     "QuantWMPromptChange": "Prompt Change",
 }
+NAMES |= {
+    "QuantWMCameraPath": "Camera Path",
+    "QuantWMLingBotConditioning": "LingBot Conditioning",
+}
 KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto"]
 ADVANCED = {
     "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
     "QuantWMLoadWorldModel": ["weight_dtype"],
     "QuantWMWorldSampler": ["context_noise"],
+    "QuantWMLingBotConditioning": ["window", "sink"],
 }
 
 

@@ -38,6 +38,16 @@ def model(host):
     return load_model()
 
 
+def test_as_many_parameters_as_the_published_file(host):
+    """1.3B causal-fast: 30 blocks of width 1536, 1,709,502,016 parameters by reports of those who loaded it."""
+    import comfy.ops
+
+    network = importlib.import_module("quantwm_pack.world_models.lingbot.network")
+    sizes = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "in_dim": 36}
+    made = network.LingBotModel(**sizes, device="meta", operations=comfy.ops.disable_weight_init)
+    assert sum(parameter.numel() for parameter in made.parameters()) == 1_709_502_016
+
+
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 

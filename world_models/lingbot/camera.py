@@ -37,6 +37,11 @@ class CameraPath:
     def __len__(self) -> int:
         return len(self.poses)
 
+    @property
+    def fov(self) -> float:
+        """Horizontal angle of view in degrees."""
+        return float(np.degrees(2 * np.arctan(REFERENCE_WIDTH / 2 / self.intrinsics[0])))
+
 
 @dataclass(frozen=True, eq=False)
 class LatentCamera:
