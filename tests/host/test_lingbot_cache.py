@@ -98,6 +98,17 @@ def test_planned_memory_stops_at_the_window(host, model):
     assert whole[2] > rolling[2] >= shape[2]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_narrow_weights_do_not_narrow_the_cache(host, dtype):
+    model = load_model(dtype=dtype)
+    native = run(model, V2)
+    off, handle = patched(host, model, method="off")
+    assert torch.equal(run(off, V2), native)
+    width = host.quantwm_core.CacheGeometry(case.MODEL["num_layers"], case.HEADS, 128).bytes_bf16(1)
+    assert handle.record["bytes_unpacked"] >= V2.window * TOKENS * width
+    assert run(patched(host, model)[0], V2).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

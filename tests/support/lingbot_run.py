@@ -16,7 +16,7 @@ def _lingbot():
     return importlib.import_module("quantwm_pack.world_models.lingbot")
 
 
-def load_model():
+def load_model(dtype: torch.dtype | None = None):
     """MODEL through the pack's loader, from the random weights of the case."""
     import comfy.ops
 
@@ -25,7 +25,7 @@ def load_model():
     made = network.LingBotModel(**case.MODEL, dtype=torch.float32, device="meta", operations=operations)
     weights = case.weights({name: value.shape for name, value in made.state_dict().items()})
     sizes = {"causal_ar": True, "num_heads": case.HEADS, "text_dim": case.TEXT_WIDTH, "freq_dim": 256}
-    return _lingbot().build(weights, {"config": json.dumps({"transformer": sizes})}, {})
+    return _lingbot().build(weights, {"config": json.dumps({"transformer": sizes})}, {"dtype": dtype} if dtype else {})
 
 
 def camera_path(version: case.Version):

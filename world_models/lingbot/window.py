@@ -38,7 +38,7 @@ class WindowCache:
     """Keys and values `[B, S, H, D]` of one layer in full precision, with the face that the host's sampler expects.
 
     `end` counts the tokens held; lowering it forgets the newest. Storage is made at the first write, because only then
-    is known how long the window is.
+    is known how long the window is, and in what type keys are computed (not that of the weights, where these are fp8).
     """
 
     def __init__(self, max_tokens: int, batch: int, heads: int, head_dim: int, device, dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ class WindowCache:
         """Add a block and return everything held: keys and values `[B, end, H, D]`."""
         if not self.tensors["k"].shape[1]:
             batch, _, heads, head_dim = k.shape
-            self.tensors = {n: t.new_zeros(batch, self._capacity, heads, head_dim) for n, t in self.tensors.items()}
+            self.tensors = {side: k.new_zeros(batch, self._capacity, heads, head_dim) for side in "kv"}
         end = self.end + k.shape[1]
         self.tensors["k"][:, self.end : end] = k
         self.tensors["v"][:, self.end : end] = v
