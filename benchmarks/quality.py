@@ -67,6 +67,20 @@ VARIANTS = (
     Variant("quantwm", "default", 2, 16),
     Variant("quantwm", "default", 16, 2),
     Variant("quantwm", "default", 4, 4),
+    Variant("rtn", "default", 2, 16),
+    Variant("rtn", "default", 16, 2),
+    Variant("rtn", "default", 4, 4),
+    Variant("quantwm-paper", "+ PSAC (paper)", 4, 4, PAPER),
+    *(
+        Variant(method, "default", key_bits, value_bits)
+        for method in ("quarot", "kivi", "qvg", "qvg-pro")
+        for key_bits, value_bits in ((2, 2), (2, 16), (16, 2), (4, 4))
+    ),
+    *(
+        Variant(method, f"jensen {form}", settings={"jensen": form})
+        for method in ("quantwm", "rtn", "kivi", "qvg")
+        for form in ("second-order", "exact")
+    ),
 )
 QUICK = (VARIANTS[0], VARIANTS[4], VARIANTS[5])
 
@@ -98,14 +112,12 @@ def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) ->
         revisit += per_world_psnr(frames, worlds.true_frames[:, worlds.seed_frames :])
         shift = probe.top1_shift if probe else shift
     record = handle.record
-    stored = record["bytes_packed"] + record["bytes_unpacked"]
-    bits = 8 * stored / (record["bytes_bf16"] / 2)
     return {
         "method": variant.method,
         "variant": variant.name,
         "key_bits": variant.key_bits if settings.compresses else 16,
         "value_bits": variant.value_bits if settings.compresses else 16,
-        "bits_per_element": round(_unpacked_as_bf16(record, bits), 4),
+        "bits_per_element": round(bits_per_element(record), 4),
         "ratio_resident": record["ratio_resident"],
         "psnr_mean": _mean(psnr),
         "psnr_ci95": _ci95(psnr),
@@ -117,6 +129,13 @@ def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) ->
         "seconds": round(sum(seconds) / len(seconds), 2),
         "psnr_each": [round(value, 3) for value in psnr],
     }
+
+
+def bits_per_element(record: dict) -> float:
+    """Bits per scalar of the whole cache; what is not packed counts 16, even where the host computes in float32."""
+    scalars = record["bytes_bf16"] / 2
+    packed = record["ratio_packed"] * record["bytes_packed"] / 2
+    return (8 * record["bytes_packed"] + 16 * (scalars - packed)) / scalars
 
 
 def per_world_psnr(frames: torch.Tensor, reference: torch.Tensor, ceiling: float = 100.0) -> list[float]:
@@ -133,15 +152,6 @@ def per_world_ssim(frames: torch.Tensor, reference: torch.Tensor) -> list[float]
 
     pairs = zip(frames.float().movedim(-1, 2), reference.to(frames).float().movedim(-1, 2))
     return [float(structural_similarity_index_measure(a, b, data_range=1.0)) for a, b in pairs]
-
-
-def _unpacked_as_bf16(record: dict, bits: float) -> float:
-    """Bits per scalar, with what stays unpacked counted at 16 bits even where the host computes in float32."""
-    if not record["bytes_unpacked"]:
-        return bits
-    packed_bits = 8 * record["bytes_packed"] / (record["bytes_bf16"] / 2)
-    sides = 2 - (record["key_bits"] != 16) - (record["value_bits"] != 16) if record["bytes_packed"] else 2
-    return packed_bits + 8 * sides
 
 
 def _mean(values: list[float]) -> float:

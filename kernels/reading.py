@@ -59,6 +59,7 @@ def explain(facts: dict) -> str:
         "capability": Between((8, 0)),
         "dtype": OneOf((torch.bfloat16, torch.float16)),
         "head_dim": Between(16, 256),
+        "jensen": OneOf(("off",)),
     },
     failures=FAILURES,
     explain=explain,

@@ -161,6 +161,17 @@ class QuantWMKVCache(io.ComfyNode):
                         "runs everywhere; triton needs an NVIDIA GPU. Change it only to look for a fault."
                     ),
                 ),
+                io.String.Input(
+                    "bit_overrides",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        "Other bits for some layers or heads, counted from 0; empty (default) for none. 5=4 keeps "
+                        "layer 5 in 4 bits, 2.0=16 head 0 of layer 2 in BF16, 0-3=4/2 layers 0 to 3 with keys in 4 "
+                        "and values in 2 bits. Commas between; later ones win."
+                    ),
+                ),
             ],
             outputs=[
                 SettingsSocket.Output("settings", display_name="settings", tooltip="For Apply To World Model."),
@@ -168,13 +179,12 @@ class QuantWMKVCache(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, group_size: int | None = None) -> bool | str:
-        # Only the input that a plain range cannot describe is named here: ComfyUI repeats a refusal for each
+    def validate_inputs(cls, group_size: int | None = None, bit_overrides: str | None = None) -> bool | str:
+        # Only the inputs that a plain range cannot describe are named here: ComfyUI repeats a refusal for each
         # named input, and stops checking the lists and ranges of those. None is a linked value, not known yet.
-        if group_size is None:
-            return True
+        known = {"group_size": group_size, "bit_overrides": bit_overrides}
         try:
-            CacheSettings(group_size=group_size)
+            CacheSettings(**{name: value for name, value in known.items() if value is not None})
         except ValueError as error:
             return str(error)
         return True

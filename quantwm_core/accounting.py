@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from .overrides import head_groups
 from .record import CacheHandle
 from .span import PARTS
 
@@ -35,6 +36,7 @@ def build_record(cache: WorldCache) -> dict:
         "method": settings.method,
         "key_bits": settings.key_bits,
         "value_bits": settings.value_bits,
+        "bit_overrides": settings.bit_overrides.strip(),
         "backend": backend,
         "backend_reason": backend_reason,
         "layers": geometry.layers,
@@ -93,12 +95,23 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
 
     How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
     """
-    bits = [b if b == 16 else b + OVERHEAD_BITS for b in (settings.key_bits, settings.value_bits)]
     bf16 = geometry.bytes_bf16(tokens)
-    stored = 0 if settings.cache_device == "cpu" else bf16 * sum(bits) / 32
+    stored = bf16 * _planned_bits(settings, geometry) / 16
+    if settings.cache_device == "cpu":
+        stored *= min(1, 2 / geometry.layers)  # the layer that attends, and the next one on its way
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
     return round(stored + bf16 / geometry.layers)
+
+
+def _planned_bits(settings: CacheSettings, geometry: CacheGeometry) -> float:
+    """Bits a scalar to plan for, overrides included."""
+    total = 0.0
+    for layer in range(geometry.layers):
+        groups = head_groups(settings.overrides, (settings.key_bits, settings.value_bits), layer, geometry.heads)
+        for bits, heads in groups.items():
+            total += len(heads) * sum(b if b == 16 else b + OVERHEAD_BITS for b in bits)
+    return total / (2 * geometry.layers * geometry.heads)
 
 
 def _ratio(numerator: int, denominator: int) -> float:
@@ -126,7 +139,8 @@ def describe(record: dict) -> str:
     """Method and bits of a record in words."""
     if not record["bytes_packed"]:
         return f"{record['method']} (the host's own cache)"
-    return f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit"
+    others = f", except {record['bit_overrides']}" if record.get("bit_overrides") else ""
+    return f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit{others}"
 
 
 def format_report(handle: CacheHandle) -> str:

@@ -9,7 +9,8 @@ implementations from outside; nothing here imports them. The operations and thei
     second_moment  query_stats.second_moment(queries)
 
 Facts describe one call in plain values. Names in use: device ("cuda"), capability ((9, 0)), dtype, method, key_bits,
-value_bits, head_dim, group_size, rank, batch, heads, tokens. A rule about a fact that a caller does not know passes.
+value_bits, head_dim, group_size, rank, jensen, batch, heads, tokens. A rule about a fact that a caller does not know
+passes.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 def settings_facts(settings: CacheSettings) -> dict[str, Any]:
     """What the settings fix for a whole run, for constraints."""
-    names = ("method", "key_bits", "value_bits", "group_size", "rank", "candidates")
+    names = ("method", "key_bits", "value_bits", "group_size", "rank", "candidates", "jensen")
     return {name: getattr(settings, name) for name in names}
 
 

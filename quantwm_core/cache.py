@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from .accounting import build_record
 from .backends import Dispatcher, choose, device_facts, settings_facts
+from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
+from .overrides import check_overrides, head_groups
 from .settings import CacheSettings
 from .stopwatch import Stopwatch
 
@@ -54,15 +57,32 @@ class WorldCache:
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
         check_backend(settings, geometry.head_dim, device)
         self.backend = Dispatcher(settings.backend)
+        check_overrides(settings.overrides, geometry.layers, geometry.heads)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
-        self.layers = [
-            LayerCache(settings, method, metric, device, self.encode_watch, self.decode_watch, self.backend)
-            for metric in metrics
-        ]
+        self.layers = [self._layer(index, method, metric, device) for index, metric in enumerate(metrics)]
+        if settings.cache_device == "cpu" and device is not None and device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            for layer, following in zip(self.layers, self.layers[1:] + self.layers[:1]):
+                layer.fetch_ahead(following, device, stream)
         self.history: list[dict] = []
         self._on_block = on_block
         self._started = time.perf_counter()
+
+    def _layer(
+        self, index: int, method: Method, metric: Callable[[], torch.Tensor] | None, device: torch.device | None
+    ) -> LayerCache | HeadGroups:
+        """The cache of one layer, in the bits that the settings' overrides give to it or to some of its heads."""
+        s = self.settings
+        watches = device, self.encode_watch, self.decode_watch, self.backend
+        if not s.overrides:
+            return LayerCache(s, method, metric, *watches)
+        groups = []
+        for bits, heads in head_groups(s.overrides, (s.key_bits, s.value_bits), index, self.geometry.heads).items():
+            own = replace(s, key_bits=bits[0], value_bits=bits[1], bit_overrides="")
+            part = None if metric is None else partial(_metric_of, metric, heads)
+            groups.append(HeadGroup(heads, LayerCache(own, replace(method, settings=own), part, *watches)))
+        return groups[0].cache if len(groups) == 1 else HeadGroups(groups)
 
     def commit(self, layer: int) -> None:
         """Commit one layer's appended tokens; the last layer completes the block."""
@@ -101,6 +121,10 @@ class WorldCache:
         self.history.append(entry)
         if self._on_block is not None:
             self._on_block(entry)
+
+
+def _metric_of(metric: Callable[[], torch.Tensor], heads: list[int]) -> torch.Tensor:
+    return metric()[heads]
 
 
 def check_backend(settings: CacheSettings, head_dim: int, device: torch.device | None) -> None:

@@ -6,34 +6,53 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, device_facts, settings_facts
 from .methods import LayerState, Method
+from .prefetch import LayerFetch, moved, piece_on
 from .query_stats import QueryStats, RunningMoment
 from .settings import CacheSettings
 from .span import PackedSpan, RawBlock, part_of, storage_bytes
 from .stopwatch import Stopwatch
 
+if TYPE_CHECKING:
+    from .head_groups import HeadGroups
+
 
 @dataclass
 class Entry:
-    """A stored piece, the lengths, in tokens, of the committed blocks in it, and the number of the first of them."""
+    """A stored piece, the lengths, in tokens, of the committed blocks in it, and the number of the first of them.
+
+    continues: the first of them began in the entry before.
+    """
 
     stored: RawBlock | PackedSpan
     lengths: list[int]
     first: int = 0
+    continues: bool = False
 
     @property
     def blocks(self) -> int:
-        return len(self.lengths)
+        """Blocks that begin here."""
+        return len(self.lengths) - self.continues
+
+    def split(self, tokens: int) -> list[Entry]:
+        """A block in full precision as its first `tokens` tokens and the rest."""
+        k, v, moment = self.stored.k, self.stored.v, self.stored.moment
+        first, rest = RawBlock(k[:, :tokens], v[:, :tokens], moment), RawBlock(k[:, tokens:], v[:, tokens:], moment)
+        return [
+            Entry(first, [first.tokens], self.first, self.continues),
+            Entry(rest, [rest.tokens], self.first, True),
+        ]
 
     @property
     def numbers(self) -> range:
-        """Numbers of its blocks, counted from the start of the run."""
-        return range(self.first, self.first + self.blocks)
+        """Numbers of the blocks that it holds or holds a part of, counted from the start of the run."""
+        return range(self.first, self.first + len(self.lengths))
 
     def shorten(self, stored: RawBlock | PackedSpan) -> None:
         """Keep the beginning that `stored` holds."""
@@ -44,14 +63,21 @@ class Entry:
             if last > surplus:
                 self.lengths.append(last - surplus)
 
-    def without(self, start: int, stop: int) -> Entry:
-        """The same entry without the tokens from `start` to `stop`; a block of which nothing is left has length 0."""
-        lengths, begin = [], 0
-        for length in self.lengths:
-            lost = max(0, min(stop, begin + length) - max(start, begin))
-            lengths.append(length - lost)
-            begin += length
-        return replace(self, stored=self.stored.without(start, stop), lengths=lengths)
+    def without(self, start: int, stop: int) -> list[Entry]:
+        """What is left without the tokens from `start` to `stop`: nothing, one entry, or two."""
+        left = []
+        if start > 0:
+            before = Entry(self.stored, list(self.lengths), self.first, self.continues)
+            before.shorten(self.stored.narrow(start))
+            left.append(before)
+        if stop < self.stored.tokens:
+            lengths, cut = list(self.lengths), stop
+            while cut >= lengths[0]:
+                cut -= lengths.pop(0)
+            first = self.first + len(self.lengths) - len(lengths)
+            lengths[0] -= cut
+            left.append(Entry(self.stored.tail(stop), lengths, first, cut > 0 or (stop == 0 and self.continues)))
+        return left
 
 
 class LayerCache:
@@ -80,7 +106,9 @@ class LayerCache:
         self.entries: list[Entry] = []
         self.pending: list[RawBlock] = []
         self.bank: list[Entry] = []
-        self.recalled: dict[int, RawBlock | PackedSpan] = {}
+        self.recalled: dict[tuple[int, bool], RawBlock | PackedSpan] = {}
+        self.following: LayerCache | HeadGroups | None = None
+        self._fetch: LayerFetch | None = None
         self._retired = 0
         self._leaving: set[int] = set()
         self._observed = RunningMoment()
@@ -110,6 +138,21 @@ class LayerCache:
     def tokens(self) -> int:
         """Tokens stored for history, within reach or in the bank."""
         return self.committed + sum(entry.stored.tokens for entry in self.bank)
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether it wants to see noisy queries before given frames are packed."""
+        return self.method.rehearses
+
+    def fetch_ahead(self, following: LayerCache | HeadGroups, device: torch.device, stream) -> None:
+        """While this layer attends, copy what `following` keeps on the CPU to `device`, on the side stream `stream`."""
+        self.following = following
+        self._fetch = LayerFetch(device, stream)
+
+    def start_fetch(self) -> None:
+        """Begin to copy this layer's history to the device; see `fetch_ahead`."""
+        if self._fetch is not None:
+            self._fetch.start(self._history())
 
     def observe(self, queries: torch.Tensor) -> None:
         """Note queries `[B, T, H, D]` of one pass over the block that will be appended next.
@@ -189,16 +232,14 @@ class LayerCache:
         stop = start + tokens
         if not 0 <= start <= stop <= self.committed:
             raise ValueError(f"evict takes tokens of the {self.committed} in reach; got those from {start} to {stop}.")
-        kept, begin = [], 0
+        blocks, kept, begin = self.blocks, [], 0
         for entry in self.entries:
             end = begin + entry.stored.tokens
             first, last = max(start, begin), min(stop, end)
-            if (first, last) == (begin, end):
-                self._retired += entry.blocks
-            else:
-                kept.append(entry.without(first - begin, last - begin) if first < last else entry)
+            kept += entry.without(first - begin, last - begin) if first < last else [entry]
             begin = end
         self.entries = kept
+        self._retired += blocks - self.blocks
         self._recount()
 
     def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:
@@ -210,12 +251,12 @@ class LayerCache:
         out = [entry for entry in self.entries if self._leaving.issuperset(entry.numbers)]
         if not out:
             return
-        self.entries = [entry for entry in self.entries if entry not in out]
+        self.entries = [entry for entry in self.entries if not self._leaving.issuperset(entry.numbers)]
         self._retired += sum(entry.blocks for entry in out)
-        self._leaving.difference_update(number for entry in out for number in entry.numbers)
+        self._leaving.intersection_update(number for entry in self.entries for number in entry.numbers)
         if bank is not None:
             shared = self._shared_storages(out)
-            self.bank += [Entry(_moved(e.stored, bank, shared), e.lengths, e.first) for e in out]
+            self.bank += [replace(entry, stored=_moved(entry.stored, bank, shared)) for entry in out]
         self._recount()
 
     def forget(self, blocks: Collection[int]) -> None:
@@ -225,11 +266,10 @@ class LayerCache:
 
     def recall(self, blocks: Collection[int]) -> None:
         """Bring the bank's pieces that hold these blocks, and no others, back into reach, until the next call."""
-        wanted = {entry.first: entry.stored for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)}
+        chosen = [entry for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)]
+        wanted = {(entry.first, entry.continues): entry.stored for entry in chosen}
         if self.device is not None and self.settings.cache_device == "gpu":
-            wanted = {
-                first: self.recalled.get(first) or _moved(stored, self.device) for first, stored in wanted.items()
-            }
+            wanted = {key: self.recalled.get(key) or _moved(stored, self.device) for key, stored in wanted.items()}
         self.recalled = wanted
         self._recount()
 
@@ -258,9 +298,12 @@ class LayerCache:
         `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
         """
         self._check_shape(k, v)
-        pieces = self._history() + [RawBlock(k, v)]
+        history = self._fetched_history()
+        if self.following is not None:
+            self.following.start_fetch()
+        pieces = history + [RawBlock(k, v)]
         facts = self._facts(queries)
-        read = partial(self.read, k, v)
+        read = partial(self._gather, pieces) if history else partial(self.read, k, v)
         return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
 
     def usage(self) -> Counter[str]:
@@ -286,6 +329,11 @@ class LayerCache:
     def _history(self) -> list[RawBlock | PackedSpan]:
         """Pieces within reach."""
         return [*self.recalled.values(), *(entry.stored for entry in self.entries), *self.pending]
+
+    def _fetched_history(self) -> list[RawBlock | PackedSpan]:
+        """Pieces within reach, on the device where the cache fetches ahead."""
+        history = self._history()
+        return history if self._fetch is None else self._fetch.take(history)
 
     def _stored(self) -> Iterator[RawBlock | PackedSpan]:
         """Everything that takes memory; what was recalled where it lies appears twice."""
@@ -320,18 +368,43 @@ class LayerCache:
 
     def _pack_ready_blocks(self) -> None:
         s = self.settings
+        if not s.compresses:
+            return
         per_span = max(1, s.span_blocks)
         last = self.blocks - s.keep_recent_blocks
         ready: list[int] = []
         for index, entry in enumerate(self.entries):
             if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= entry.first < last:
                 ready.append(index)
+        if self.method.recent_tokens and ready:
+            ready = self._older_than_recent(ready)
+            per_span = max(1, len(ready))
         # Whole spans only, from the oldest on; replaced back to front so that indices stay valid.
         groups = [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
         packed = [(group, self._pack([self.entries[i].stored for i in group])) for group in groups]
         for group, span in reversed(packed):
             lengths = [length for i in group for length in self.entries[i].lengths]
-            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, self.entries[group[0]].first)]
+            oldest = self.entries[group[0]]
+            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, oldest.first, oldest.continues)]
+
+    def _older_than_recent(self, ready: list[int]) -> list[int]:
+        """Of entries ready to be packed, those older than the method's window of recent tokens, in whole token groups.
+
+        The entry in which the window begins is cut in two.
+        """
+        held = sum(self.entries[index].stored.tokens for index in ready)
+        after = sum(entry.stored.tokens for entry in self.entries[ready[-1] + 1 :])
+        take = held - max(0, self.method.recent_tokens - after)
+        take -= take % self.method.token_group
+        older = []
+        for index in ready:
+            if take <= 0:
+                break
+            if self.entries[index].stored.tokens > take:
+                self.entries[index : index + 1] = self.entries[index].split(take)
+            older.append(index)
+            take -= self.entries[index].stored.tokens
+        return older
 
     def _pack(self, blocks: list[RawBlock]) -> PackedSpan:
         k, v = blocks[0].k, blocks[0].v
@@ -359,7 +432,7 @@ class LayerCache:
         """Move what belongs to this span alone to the CPU; shared pieces stay where encoding needs them."""
         shared = {t.untyped_storage().data_ptr() for t in self.state.shared.values()}
         own = {n: t for n, t in span.tensors.items() if t.untyped_storage().data_ptr() not in shared}
-        span.tensors |= {n: t.to("cpu") for n, t in own.items()}
+        span.tensors |= {n: moved(t, torch.device("cpu")) for n, t in own.items()}
         return span
 
     def _gather(self, pieces: list[RawBlock | PackedSpan]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -417,11 +490,11 @@ def _storages(span: PackedSpan) -> set[int]:
 def _moved(stored: RawBlock | PackedSpan, device: torch.device, staying: Collection[int] = ()) -> RawBlock | PackedSpan:
     """The same piece on `device`, except for tensors whose storage is in `staying`; itself where nothing moves."""
     if isinstance(stored, RawBlock):
-        return stored if stored.k.device == device else RawBlock(stored.k.to(device), stored.v.to(device))
+        return piece_on(stored, device)
     own = {n: t for n, t in stored.tensors.items() if t.untyped_storage().data_ptr() not in staying}
     if all(t.device == device for t in own.values()):
         return stored
-    return replace(stored, tensors=stored.tensors | {name: t.to(device) for name, t in own.items()})
+    return replace(stored, tensors=stored.tensors | {name: moved(t, device) for name, t in own.items()})
 
 
 def _mean_moment(blocks: list[RawBlock]) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .backends import eager
+from .jensen import attend_corrected
 from .span import PackedSpan, RawBlock
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ def attend_packed(
 ) -> torch.Tensor:
     """Attention of `queries` `[B, T, H, D]` over all pieces: read them as plain tensors, then `attention(q, k, v)`.
 
-    Like the host's attention functions, `attention` and this return `[B, T, H * D]`.
+    Like the host's attention functions, `attention` and this return `[B, T, H * D]`. With the settings' `jensen` on,
+    logits of rounded keys are corrected, which takes torch's attention in place of the host's.
     """
+    jensen = method.settings.jensen
+    if jensen != "off":
+        out = attend_corrected(queries, pieces, method.key_steps, jensen == "exact", read)
+        if out is not None:
+            return out
     return attention(queries, *read())

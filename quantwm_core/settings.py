@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .overrides import BitOverride, parse_overrides
+
 # Saved workflows store these names: only ever append.
-METHODS = ("quantwm", "off", "quantwm-paper", "rtn")
+METHODS = ("quantwm", "off", "quantwm-paper", "rtn", "kivi", "qvg", "qvg-pro", "quarot")
 BITS = (2, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
 CACHE_DEVICES = ("gpu", "cpu")
 BACKENDS = ("auto", "triton", "torch")
+JENSEN = ("off", "exact", "second-order")
 MAX_CENTROIDS = 256
 MAX_RANK = 64
 
@@ -34,6 +37,8 @@ class CacheSettings:
     keep_recent_blocks: int = 0
     cache_device: str = "gpu"
     backend: str = "auto"
+    jensen: str = "off"
+    bit_overrides: str = ""
 
     def __post_init__(self) -> None:
         _require_choice("method", self.method, METHODS)
@@ -42,16 +47,24 @@ class CacheSettings:
         _require_choice("group_size", self.group_size, GROUP_SIZES)
         _require_choice("cache_device", self.cache_device, CACHE_DEVICES)
         _require_choice("backend", self.backend, BACKENDS)
+        _require_choice("jensen", self.jensen, JENSEN)
         _require_range("centroids", self.centroids, 0, MAX_CENTROIDS, "ids are stored in one byte")
         _require_range("candidates", self.candidates, 1, MAX_CENTROIDS, "it counts centroids compared per key")
         _require_range("rank", self.rank, 0, MAX_RANK, "each step of rank adds a stored coefficient per key")
+        parse_overrides(self.bit_overrides, BITS)
         for name in ("span_blocks", "keep_first_blocks", "keep_recent_blocks"):
             _require_range(name, getattr(self, name), 0, 1 << 20, "it counts blocks")
 
     @property
     def compresses(self) -> bool:
         """False when the host's own cache is used untouched: method `off`, or 16 bits for keys and values."""
-        return self.method != "off" and (self.key_bits, self.value_bits) != (16, 16)
+        used = {(self.key_bits, self.value_bits), *(override.bits for override in self.overrides)}
+        return self.method != "off" and used != {(16, 16)}
+
+    @property
+    def overrides(self) -> tuple[BitOverride, ...]:
+        """Layers and heads with other bits than `key_bits` and `value_bits`."""
+        return parse_overrides(self.bit_overrides, BITS)
 
 
 def _require_choice(name: str, value, allowed: tuple) -> None:

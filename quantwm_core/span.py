@@ -11,8 +11,7 @@ import torch
 PARTS = ("codes", "ids", "centroids", "scales", "zeros", "psac_c", "psac_u")
 RAW = "raw"
 
-# Tensors with a token axis, `[B, H, S, ...]` or, where raw, `[B, S, H, D]`; all others belong to the whole span,
-# `[B, H, ...]`.
+# Tensors with a token axis, `[B, H, S, ...]`; all others belong to the whole span, `[B, H, ...]`.
 PER_TOKEN = {
     "k_codes",
     "v_codes",
@@ -20,12 +19,15 @@ PER_TOKEN = {
     "v_ids",
     "k_scales",
     "v_scales",
+    "v_zeros",
     "zeros",
     "k_psac_c",
     "k_psac_c_scales",
-    "k_raw",
-    "v_raw",
 }
+# Keys or values that were not packed, `[B, S, H, D]`.
+RAW_SIDES = {"k_raw", "v_raw"}
+# Tensors with an axis of token groups, `[B, H, ceil(S / group_size), ...]`.
+PER_TOKEN_GROUP = {"k_group_scales", "k_group_zeros"}
 
 
 def part_of(name: str) -> str:
@@ -36,19 +38,12 @@ def part_of(name: str) -> str:
     raise KeyError(f"stored tensor {name!r} belongs to no part of {PARTS}")
 
 
-def _token_axis(name: str) -> int:
-    return 1 if part_of(name) == RAW else 2
-
-
-def _token_index(name: str, tokens: slice) -> tuple[slice, ...]:
-    return (*[slice(None)] * _token_axis(name), tokens)
-
-
 @dataclass(eq=False)
 class PackedSpan:
     """Tensors `[B, H, S, ...]` (per token) or `[B, H, ...]` (per span) plus the plain numbers needed to read them.
 
     Tensors may be shared between spans (a codebook or basis learned once); accounting counts each storage once.
+    phase: where in its group of tokens the first token lies, once the tokens before it have been cut off.
     """
 
     method: str
@@ -61,10 +56,15 @@ class PackedSpan:
     rank: int
     dtype: torch.dtype
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    phase: int = 0
 
     @property
     def batch(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
+
+    def by_head(self) -> dict[str, torch.Tensor]:
+        """Tensors `[B * H, ...]`, as codecs take them; what was not packed stays `[B, S, H, D]`."""
+        return {name: t if name in RAW_SIDES else t.flatten(0, 1) for name, t in self.tensors.items()}
 
     def batch_slice(self, index: slice) -> PackedSpan:
         """The same tokens of some batch entries; shares storage."""
@@ -76,23 +76,27 @@ class PackedSpan:
 
     def narrow(self, tokens: int) -> PackedSpan:
         """The first `tokens` tokens, in storage of their own, so that the rest is really freed."""
-        kept = slice(tokens)
-        cut = {n: t[_token_index(n, kept)].clone() if n in PER_TOKEN else t for n, t in self.tensors.items()}
-        return replace(self, tokens=tokens, tensors=cut)
+        return self._cut(slice(tokens), slice(-(-(self.phase + tokens) // self.group_size)), self.phase)
 
-    def without(self, start: int, stop: int) -> PackedSpan:
-        """All tokens but those from `start` to `stop`, in storage of their own."""
-        cut = {
-            n: torch.cat((t[_token_index(n, slice(start))], t[_token_index(n, slice(stop, None))]), _token_axis(n))
-            if n in PER_TOKEN
-            else t
-            for n, t in self.tensors.items()
-        }
-        return replace(self, tokens=self.tokens - (stop - start), tensors=cut)
+    def tail(self, start: int) -> PackedSpan:
+        """All tokens from `start` on, in storage of their own."""
+        group, phase = divmod(self.phase + start, self.group_size)
+        return self._cut(slice(start, None), slice(group, None), phase)
+
+    def _cut(self, tokens: slice, groups: slice, phase: int) -> PackedSpan:
+        cut = dict(self.tensors)
+        for name, t in self.tensors.items():
+            if name in PER_TOKEN:
+                cut[name] = t[:, :, tokens].clone()
+            elif name in PER_TOKEN_GROUP:
+                cut[name] = t[:, :, groups].clone()
+            elif name in RAW_SIDES:
+                cut[name] = t[:, tokens].clone()
+        return replace(self, tokens=len(range(self.tokens)[tokens]), tensors=cut, phase=phase)
 
     def to_savable(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Contiguous tensors and string metadata, ready for `safetensors.torch.save_file`."""
-        numbers = ("method", "tokens", "heads", "head_dim", "key_bits", "value_bits", "group_size", "rank")
+        numbers = ("method", "tokens", "heads", "head_dim", "key_bits", "value_bits", "group_size", "rank", "phase")
         metadata = {name: str(getattr(self, name)) for name in numbers}
         metadata["dtype"] = str(self.dtype).removeprefix("torch.")
         return {n: t.contiguous().clone() for n, t in self.tensors.items()}, metadata
@@ -120,10 +124,8 @@ class RawBlock:
     def narrow(self, tokens: int) -> RawBlock:
         return RawBlock(self.k[:, :tokens].clone(), self.v[:, :tokens].clone(), self.moment)
 
-    def without(self, start: int, stop: int) -> RawBlock:
-        """All tokens but those from `start` to `stop`, in storage of their own."""
-        k, v = (torch.cat((t[:, :start], t[:, stop:]), dim=1) for t in (self.k, self.v))
-        return RawBlock(k, v, self.moment)
+    def tail(self, start: int) -> RawBlock:
+        return RawBlock(self.k[:, start:].clone(), self.v[:, start:].clone(), self.moment)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from ..settings import CacheSettings
 from .base import LayerState, Method
+from .kivi import KIVI
 from .quantwm import QuantWM
-from .quantwm_paper import QuantWMPaper
+from .quantwm_paper import QuantWMPaper, plain_rounding
+from .quarot import QuaRot
+from .qvg import PRO_GROUP, PRO_STAGES, QVG
 
 
-def _rtn(settings: CacheSettings) -> Method:
-    return QuantWMPaper(settings, name="rtn", centroids=False, query_sensitive=False, correction=False)
+def _qvg_pro(settings: CacheSettings) -> Method:
+    return QVG(settings, "qvg-pro", PRO_STAGES, PRO_GROUP)
 
 
-_BUILDERS = {"quantwm": QuantWM, "quantwm-paper": QuantWMPaper, "rtn": _rtn}
+_BUILDERS = {
+    "quantwm": QuantWM,
+    "quantwm-paper": QuantWMPaper,
+    "rtn": plain_rounding,
+    "kivi": KIVI,
+    "qvg": QVG,
+    "qvg-pro": _qvg_pro,
+    "quarot": QuaRot,
+}
 
 
 def build_method(settings: CacheSettings) -> Method:
@@ -26,4 +37,4 @@ def build_method(settings: CacheSettings) -> Method:
     return _BUILDERS[settings.method](settings)
 
 
-__all__ = ["LayerState", "Method", "QuantWM", "QuantWMPaper", "build_method"]
+__all__ = ["KIVI", "QVG", "LayerState", "Method", "QuaRot", "QuantWM", "QuantWMPaper", "build_method"]

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ..jensen import KeySteps
 from ..query_stats import QueryStats, RunningMoment
 from ..span import PackedSpan, storage_bytes
 
@@ -56,16 +57,23 @@ class Method(Protocol):
 
     uses_queries: wants the second moment of a span's queries; uses_earlier_queries: and that of all before it.
     rehearses: wants noisy queries before frames that are given, and so never denoised, are packed.
+    recent_tokens: newest tokens that stay in full precision; a method with such a window also names `token_group`, and
+        is given whole groups of that many tokens only.
     """
 
     name: str
     uses_queries: bool
     uses_earlier_queries: bool
     rehearses: bool
+    recent_tokens: int
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, stats: QueryStats, state: LayerState) -> PackedSpan: ...
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def key_steps(self, span: PackedSpan) -> list[KeySteps]:
+        """How finely the keys of a span were rounded, for the correction of attention; never asked of 16-bit keys."""
+        ...
 
 
 def raw_copy(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from ..codec.bits import pack_bits, unpack_bits
 from ..codec.codebook import Codebook, gather_centroids
 from ..codec.feedback import feedback_matrix, quantize_with_feedback
-from ..codec.groups import spread_groups
+from ..codec.groups import group_count, spread_groups
 from ..codec.kmeans import ITERATIONS, evenly_spaced, kmeans, nearest_centroid, scattered_tokens
 from ..codec.midrise import (
     decode_log_scales,
@@ -30,6 +30,7 @@ from ..codec.midrise import (
 )
 from ..codec.psac import decode_coefficients_int4, encode_coefficients_int4, leading_eigenvectors
 from ..codec.qsac import assign_query_sensitive, channel_weights
+from ..jensen import KeySteps
 from ..query_stats import QueryStats
 from ..settings import MAX_CENTROIDS, CacheSettings
 from ..span import PackedSpan, by_heads, from_heads
@@ -63,6 +64,7 @@ class QuantWM:
     correction: bool = True
     name: str = "quantwm"
     uses_earlier_queries = False
+    recent_tokens = 0
 
     @property
     def uses_queries(self) -> bool:
@@ -88,7 +90,7 @@ class QuantWM:
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` in the dtype they came in."""
-        flat = {n: t if n.endswith("_raw") else t.flatten(0, 1) for n, t in span.tensors.items()}
+        flat = span.by_head()
         keys, values = flat.get("k_raw"), flat.get("v_raw")
         if keys is None:
             keys = _decode_residual(flat, "k", span.key_bits, span) + _decode_correction(flat, span.rank)
@@ -96,6 +98,15 @@ class QuantWM:
         if values is None:
             values = from_heads(_decode_residual(flat, "v", span.value_bits, span), span.batch, span.dtype)
         return keys, values
+
+    def key_steps(self, span: PackedSpan) -> list[KeySteps]:
+        flat = span.by_head()
+        scale_bits, per_octave = scale_format(span.key_bits)
+        index = unpack_bits(flat["k_scales"], scale_bits, group_count(span.head_dim, span.group_size))
+        codes = torch.arange(1 << scale_bits, dtype=torch.uint8, device=index.device).view(1, -1, 1)
+        levels = decode_log_scales(codes, flat["k_scales_top"], scale_bits, per_octave)
+        levels = levels.expand(-1, -1, index.shape[-1])
+        return [KeySteps(levels, index, span.group_size, basis=flat.get("k_psac_u"))]
 
     def _rank(self, head_dim: int) -> int:
         return min(self.settings.rank or automatic_rank(head_dim), head_dim)

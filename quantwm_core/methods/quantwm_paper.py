@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..codec.affine import affine_dequantize, affine_grid, affine_quantize, decode_scales, encode_scales
+from ..codec.affine import SCALE_LEVELS, affine_dequantize, affine_grid, affine_quantize, decode_scales, encode_scales
 from ..codec.bits import pack_bits, packed_width, unpack_bits
 from ..codec.codebook import gather_centroids
 from ..codec.groups import group_count
@@ -23,6 +23,7 @@ from ..codec.psac import (
     leading_eigenvectors,
 )
 from ..codec.qsac import assign_query_sensitive, channel_weights
+from ..jensen import KeySteps
 from ..query_stats import QueryStats
 from ..settings import MAX_CENTROIDS, CacheSettings
 from ..span import PackedSpan, by_heads, from_heads
@@ -50,6 +51,7 @@ class QuantWMPaper:
     correction: bool = True
 
     rehearses = False
+    recent_tokens = 0
 
     @property
     def uses_queries(self) -> bool:
@@ -88,7 +90,7 @@ class QuantWMPaper:
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` in the dtype they came in."""
-        flat = {n: t if n.endswith("_raw") else t.flatten(0, 1) for n, t in span.tensors.items()}
+        flat = span.by_head()
         zeros = _unpack_zeros(flat.get("zeros"), span)
         keys, values = flat.get("k_raw"), flat.get("v_raw")
         if keys is None:
@@ -97,6 +99,20 @@ class QuantWMPaper:
         if values is None:
             values = from_heads(_decode_side(flat, "v", span.value_bits, zeros["v"], span), span.batch, span.dtype)
         return keys, values
+
+    def key_steps(self, span: PackedSpan) -> list[KeySteps]:
+        """Keys without a row of coefficients keep their noise in all directions, so they are listed apart."""
+        flat = span.by_head()
+        codes, factor = flat["k_scales"], flat["k_scales_factor"]
+        steps = torch.arange(SCALE_LEVELS + 1, dtype=torch.uint8, device=codes.device).view(1, -1, 1)
+        levels = decode_scales(steps, factor).expand(-1, -1, codes.shape[-1])
+        if span.rank == 0:
+            return [KeySteps(levels, codes, span.group_size)]
+        corrected = _has_row(flat, span).unsqueeze(-1)
+        return [
+            KeySteps(levels, codes * corrected, span.group_size, basis=flat["k_psac_u"]),
+            KeySteps(levels, codes * ~corrected, span.group_size),
+        ]
 
     def _encode_side(
         self, prefix: str, x: torch.Tensor, bits: int, moment: torch.Tensor | None
@@ -126,6 +142,11 @@ class QuantWMPaper:
             return nearest_centroid(x, book)
         weights = channel_weights(moment, x)
         return assign_query_sensitive(x, book, weights, self.settings.group_size, self.settings.candidates)
+
+
+def plain_rounding(settings: CacheSettings, name: str = "rtn") -> QuantWMPaper:
+    """Rounding in channel groups and nothing else, in the paper's layout."""
+    return QuantWMPaper(settings, name, centroids=False, query_sensitive=False, correction=False)
 
 
 def _pack_zeros(zeros: dict[str, torch.Tensor], key_bits: int, value_bits: int) -> torch.Tensor:
@@ -191,6 +212,13 @@ def _decode_correction(flat: dict[str, torch.Tensor], span: PackedSpan) -> torch
     else:
         coefficients = _expand_rows(flat, span)
     return coefficients @ flat["k_psac_u"].float().transpose(1, 2)
+
+
+def _has_row(flat: dict[str, torch.Tensor], span: PackedSpan) -> torch.Tensor:
+    """Which keys were corrected, bool `[N, S]`."""
+    if "k_psac_c_scales" in flat:
+        return flat["k_psac_c_scales"] > 0
+    return unpack_bits(flat["k_psac_c_bitmap"], 1, span.tokens).bool()
 
 
 def _expand_rows(flat: dict[str, torch.Tensor], span: PackedSpan) -> torch.Tensor:

@@ -386,3 +386,20 @@ def test_an_impossible_backend_is_refused_at_the_node(host, t48):
         pytest.skip("Triton can be used here")
     with pytest.raises(ValueError, match="triton"):
         patched(host, t48, backend="triton")
+
+
+def test_bits_by_layer_and_head(host, t48):
+    """All heads at 16 bits by overrides equal the host up to the order of sums; some of them lie between."""
+    native = run(t48, 6, 3)
+    raw, raw_handle = patched(host, t48, bit_overrides="0=16, 1.0=16, 1.1=16")
+    torch.testing.assert_close(run(raw, 6, 3), native, rtol=1e-4, atol=1e-4)
+    assert raw_handle.record["bytes_packed"] == 0
+    errors, sizes = [], []
+    for overrides in ("", "1.0=8", "0-1=8"):
+        packed, handle = patched(host, t48, bit_overrides=overrides)
+        errors.append(float((run(packed, 6, 3) - native).square().mean()))
+        sizes.append(handle.record["bytes_packed"])
+        assert handle.record["bit_overrides"] == overrides
+    assert errors[0] > errors[2] > 0 and sizes[0] < sizes[1] < sizes[2]
+    with pytest.raises(ValueError, match="layer 2.*layers go from 0 to 1"):
+        patched(host, t48, bit_overrides="2=4")

@@ -26,6 +26,7 @@ INPUTS = {
         "keep_recent_blocks",
         "cache_device",
         "backend",
+        "bit_overrides",
     ],
     "QuantWMApply": ["model", "settings"],
     "QuantWMCacheStats": ["cache", "after"],
@@ -80,7 +81,7 @@ NAMES |= {
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",
 }
-KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto"]
+KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", ""]
 ADVANCED = {
     "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
     "QuantWMLoadWorldModel": ["weight_dtype"],

@@ -134,6 +134,20 @@ def test_a_span_of_several_blocks_leaves_as_a_whole():
     assert [list(entry.numbers) for entry in layer.entries] == [[2, 3], [4, 5]]
 
 
+def test_parts_of_a_block_leave_with_their_spans():
+    """KIVI packs whole groups of tokens, across blocks: a span goes when all blocks that it touches may."""
+    layer = layer_cache(method="kivi", group_size=32)
+    for block in range(8):
+        layer.append(*(normal(1, 24, 1, 64, seed=block),) * 3)
+        layer.commit()
+    numbers = [list(entry.numbers) for entry in layer.entries]
+    layer.retire([0, 1])
+    left = [held for held in numbers if not {0, 1}.issuperset(held)]
+    assert [list(entry.numbers) for entry in layer.entries] == left and len(left) < len(numbers)
+    layer.retire(range(2, 8), torch.device("cpu"))
+    assert layer.end == 0 and layer.blocks == 8 and [list(entry.numbers) for entry in layer.bank] == left
+
+
 def test_kept_first_blocks_are_the_first_of_the_run():
     layer = layer_cache(keep_first_blocks=1)
     for block in range(4):
@@ -231,26 +245,34 @@ def test_a_basis_is_learned_again_only_when_the_history_has_doubled():
     assert [i for i in range(1, 9) if bases[i] != bases[i - 1]] == [2, 6]
 
 
-@pytest.mark.parametrize("settings", [{}, {"key_bits": 16}, {"span_blocks": 2}, {"keep_first_blocks": 9}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"key_bits": 16}, {"span_blocks": 2}, {"keep_first_blocks": 9}, {"method": "kivi"}, {"method": "qvg"}],
+    ids=str,
+)
 def test_tokens_leave_from_inside_of_blocks(settings):
     """A window that rolls by single frames: what stays is what was there, and the rest takes no room."""
     layer = layer_cache(**settings)
+    # `kivi` keeps its newest 128 tokens, and rounds keys in groups of 32 tokens: the cuts are in the middle of them.
+    unit = 10 if settings.get("method") == "kivi" else 1
     for block in range(4):
-        layer.append(*(normal(2, 10, 2, 64, seed=3 * block + i) for i in range(3)))
+        layer.append(*(normal(2, 10 * unit, 2, 64, seed=3 * block + i) for i in range(3)))
         layer.commit()
-    before = layer.read()
-    bytes_before = sum(layer.usage().values())
-    layer.evict(6, 17)  # the end of the first block, the second, and the beginning of the third
-    for whole, left in zip(before, layer.read()):
+    first, rest = 6 * unit, 23 * unit  # the end of the first block, the second, and the beginning of the third
+    whole, bytes_before = layer.read(), sum(layer.usage().values())
+    layer.evict(first, rest - first)
+    layer.evict(first, unit)
+    for before, left in zip(whole, layer.read()):
         # Products of other shapes may round differently.
-        torch.testing.assert_close(left, torch.cat((whole[:, :6], whole[:, 23:]), dim=1), rtol=0, atol=1e-6)
-    assert (layer.committed, layer.end, layer.blocks) == (23, 23, 4)
+        expected = torch.cat((before[:, :first], before[:, rest + unit :]), dim=1)
+        torch.testing.assert_close(left, expected, rtol=0, atol=1e-6)
+    assert (layer.committed, layer.end, layer.blocks) == (22 * unit, 22 * unit, 4)
     assert sum(layer.usage().values()) < bytes_before
-    layer.evict(0, 0)
-    assert layer.committed == 23
-    layer.append(*(normal(2, 10, 2, 64, seed=40 + i) for i in range(3)))
+    layer.append(*(normal(2, 10 * unit, 2, 64, seed=40 + i) for i in range(3)))
     layer.commit()
-    assert (layer.committed, layer.blocks) == (33, 5)
+    assert (layer.committed, layer.blocks) == (32 * unit, 5)
+    layer.rewind(12 * unit)
+    assert (layer.committed, layer.blocks) == (20 * unit, 4)
 
 
 def test_evict_takes_only_what_is_there():

@@ -9,7 +9,11 @@ from quantwm_core.methods import LayerState, QuantWM, build_method
 from quantwm_core.query_stats import QueryStats, second_moment
 from quantwm_core.span import PackedSpan, storage_bytes
 
-METHODS = ("quantwm", "quantwm-paper", "rtn")
+METHODS = ("quantwm", "quantwm-paper", "rtn", "kivi", "qvg", "qvg-pro", "quarot")
+# Those that pack every token a cache is given, and at once.
+WITHOUT_WINDOW = tuple(method for method in METHODS if method != "kivi")
+# Those in which a span of one token is its own centroid.
+WITH_CENTROIDS = ("quantwm", "quantwm-paper", "qvg", "qvg-pro")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -108,7 +112,7 @@ def test_fewer_tokens_than_centroids(method, case):
         assert (keys - k).abs().max() <= k.abs().max() * 2**-7
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WITHOUT_WINDOW)
 def test_every_packed_key_is_really_quantized_and_billed_by_its_storage(method):
     """R1: no short piece stays exact while it is billed as packed; bytes are those of the storages."""
     cache = WorldCache(CacheSettings(method=method, group_size=32), CacheGeometry(1, 2, 128))
@@ -118,9 +122,8 @@ def test_every_packed_key_is_really_quantized_and_billed_by_its_storage(method):
         layer.append(piece, piece, piece)
         cache.commit(0)
     keys, _ = layer.read()
-    single = [0] if method != "rtn" else []  # a span of one token is its own centroid
     errors = (keys - k).float().abs().amax((2, 3))[0]
-    assert (errors[:23] > 0).all() and (single or errors[23] > 0)
+    assert (errors[:23] > 0).all() and (errors[23] > 0 or method in WITH_CENTROIDS)
     tensors = [t for entry in layer.entries for t in entry.stored.tensors.values()]
     assert sum(cache.record()["bytes_by_part"].values()) == storage_bytes(tensors)
 
@@ -173,4 +176,5 @@ def test_an_outlier_token_is_measured_and_bounded(method):
     k[:, 0] *= 100
     _, values, _ = roundtrip(k, method=method, key_bits=16)
     lost = ((values - k)[:, 1:].square().sum() / k[:, 1:].square().sum()).item()
-    assert lost < {"quantwm": 0.45, "quantwm-paper": 0.25, "rtn": 0.25}[method]
+    bounds = {"quantwm": 0.45, "quantwm-paper": 0.25, "rtn": 0.25, "quarot": 0.25, "kivi": 0.2, "qvg": 0.55}
+    assert lost < bounds.get(method, 0.4)

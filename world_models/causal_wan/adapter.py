@@ -20,6 +20,7 @@ from ...quantwm_core import CacheHandle, CacheSettings
 from ...quantwm_core.accounting import estimate_bytes
 from ...quantwm_core.cache import check_backend
 from ...quantwm_core.methods import Method
+from ...quantwm_core.overrides import check_overrides
 from ...quantwm_core.probe import LogitProbe
 from ...quantwm_core.window import RolloutSettings
 from ..lingbot import AttentionWindow, window_of
@@ -56,12 +57,14 @@ def attach(
     patched = model.clone()
     detach(patched)
     adapter = CausalWanAdapter(settings, on_block, method, probe)
-    check_backend(settings, model.model.diffusion_model.head_dim, model.load_device)
+    network = model.model.diffusion_model
+    check_backend(settings, network.head_dim, model.load_device)
+    check_overrides(settings.overrides, len(network.blocks), network.num_heads)
     others = set(patched.object_patches)
     patched.add_object_patch(INIT_PATH, adapter.init_kv_caches)
     if settings.compresses:
         patched.add_object_patch(FORWARD_PATH, adapter.forward_block)
-        for layer in range(len(model.model.diffusion_model.blocks)):
+        for layer in range(len(network.blocks)):
             path = f"diffusion_model.blocks.{layer}.self_attn.forward"
             patched.add_object_patch(path, functools.partial(adapter.self_attention, layer))
     replaced = [path for path in others if patched.object_patches[path] is not model.object_patches.get(path)]

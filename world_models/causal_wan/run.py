@@ -86,7 +86,8 @@ class CausalWanRun:
         self.lengths, self._announced = self._announced, None
         self.clean = clean or self.lengths is not None
         first, self._started = not self._started, True
-        self._rehearse = first and self.clean and self.cache is not None and self.cache.layers[0].method.rehearses
+        wanted = self.cache is not None and any(layer.rehearses for layer in self.cache.layers)
+        self._rehearse = first and self.clean and wanted
 
     def forward_block(self, x: torch.Tensor, timestep: torch.Tensor, **kwargs) -> torch.Tensor:
         """The host's forward; on the pass of given frames a few noisy frames ride along behind them.
@@ -194,8 +195,8 @@ class PackedLayer:
         v = module.v(x).view(batch, tokens, heads, width)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            merged = (t.view(batch, -1, heads * width) for t in (q, k, v))
-            return optimized_attention(*merged, heads=heads, transformer_options=transformer_options)
+            merged = (t.flatten(2) for t in (q, k, v))
+            return optimized_attention(*merged, heads=q.shape[2], transformer_options=transformer_options)
 
         noisy = round(tokens * self._run.rehearsed_share)
         if noisy:
