@@ -116,8 +116,8 @@ def _inputs() -> list[io.Input]:
             advanced=True,
             tooltip=(
                 "How many latent frames a block looks at, itself and the sink included. -1 (default): as the version "
-                "was made for (18 for v2, everything for v1). 0: everything, so the cache grows with the video. Leave "
-                "World Sampler's own window at 0."
+                "was made for (18 for v2, everything for v1). 0: everything, so the cache grows with the video. World "
+                "Sampler's own window has to be 0."
             ),
         ),
         io.Int.Input(

@@ -72,6 +72,30 @@ def test_the_world_sampler_gives_the_same(host, model):
         assert torch.equal(run(each, V2, sampler=sampler.WorldSampler(rollout)), run(each, V2))
 
 
+def test_the_world_sampler_may_not_have_a_window_of_its_own(host, model):
+    sampler = importlib.import_module("quantwm_pack.world_models.causal_wan.sampler")
+    rollout = importlib.import_module("quantwm_pack.quantwm_core.window").RolloutSettings(V2.block, window=8)
+    with pytest.raises(ValueError, match="already gives a window of 7 .*Set World Sampler's window to 0"):
+        run(model, V2, sampler=sampler.WorldSampler(rollout))
+
+
+def test_lora_reaches_the_packed_model_in_either_order(host, model):
+    """On a camera layer, which only this model has; same keys, an effect, the same result in both orders."""
+    key = "diffusion_model.blocks.0.cam_scale_layer.weight"
+    generator = torch.Generator().manual_seed(3)
+    up, down = torch.randn(256, 4, generator=generator), torch.randn(4, 256, generator=generator)
+
+    def with_lora(model):
+        clone = model.clone()
+        assert clone.add_patches({key: ("diff", (0.05 * up @ down,))}) == [key]
+        return clone
+
+    keys = set(model.model.state_dict())
+    before, after = run(patched(host, with_lora(model))[0], V2), run(with_lora(patched(host, model)[0]), V2)
+    assert torch.equal(before, after) and not torch.equal(before, run(patched(host, model)[0], V2))
+    assert set(model.model.state_dict()) == keys
+
+
 def test_a_run_after_an_interrupt_is_as_fresh(host, model):
     import comfy.model_management as management
 

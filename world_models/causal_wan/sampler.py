@@ -20,6 +20,7 @@ from comfy.sampler_helpers import convert_cond
 from tqdm.auto import tqdm
 
 from ...quantwm_core.window import RolloutSettings, Window
+from ..lingbot import window_of
 from .history import open_history
 
 
@@ -89,6 +90,7 @@ class Rollout:
         self.frame_tokens = _tokens_per_frame(self.network, x)
         self.given = self._prepare_given()
         self.window = Window(self.settings)
+        self._check_one_window()
         self.prompts = {change.block: self._encode(change.conditioning) for change in sampler.prompts}
         self.output = torch.zeros_like(x)
 
@@ -118,6 +120,15 @@ class Rollout:
     @property
     def _transformer_options(self) -> dict:
         return self.extra_args["model_options"].setdefault("transformer_options", {})
+
+    def _check_one_window(self) -> None:
+        """Raise ValueError when model and sampler would both forget, each without the other's knowledge."""
+        own = window_of(self.guider.conds)
+        if own is not None and self.settings.window:
+            raise ValueError(
+                f"LingBot Conditioning already gives a window of {own.size} latent frames; World Sampler asks for "
+                f"{self.settings.window} more. Set World Sampler's window to 0."
+            )
 
     def _prepare_given(self) -> torch.Tensor | None:
         latent = given_latent(self.extra_args["model_options"])
