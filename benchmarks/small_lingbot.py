@@ -41,7 +41,14 @@ def write(models: Path) -> tuple[str, str]:
     for part, name in enumerate(names):
         save_file({key: weights[key] for key in list(weights)[part::PARTS]}, folder / name)
 
-    vae = comfy.ldm.wan.vae.WanVAE(dim=VAE_WIDTH, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[])
+    vae = comfy.ldm.wan.vae.WanVAE(
+        dim=VAE_WIDTH,
+        z_dim=16,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=2,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
+    )
     (models / "vae").mkdir(exist_ok=True)
     save_file(_random(vae.state_dict()), models / "vae" / "wan_2.1_vae.safetensors")
     return f"{CHECKPOINT}/{names[0]}", "wan_2.1_vae.safetensors"
