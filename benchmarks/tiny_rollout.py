@@ -23,6 +23,7 @@ class Worlds:
     noise_shape: tuple[int, ...]
     true_frames: torch.Tensor
     seed_frames: int
+    motions: list[tuple[float, float, float]]
 
     def decode(self, latent: torch.Tensor) -> torch.Tensor:
         """Generated frames only, `[N, T - seed, H, W, 3]` in 0..1."""
@@ -43,7 +44,7 @@ def prepare(world_seeds: list[int], seed_frames: int = 21, length: int = 36) -> 
     tiny_world = pack.world_models.tiny_world
     vae = tiny_world.load_codec_vae()
     model = comfy.sd.load_diffusion_model(str(tiny_world.WORLD_FILE)).clone()
-    contexts, latents, truths = [], [], []
+    contexts, latents, truths, motions = [], [], [], []
     for seed in world_seeds:
         draw = torch.rand(3, generator=torch.Generator().manual_seed(seed)).tolist()
         turn = (18.0 if draw[0] < 0.5 else 20.0) * (1 if seed % 2 else -1)
@@ -52,24 +53,31 @@ def prepare(world_seeds: list[int], seed_frames: int = 21, length: int = 36) -> 
         contexts.append(tiny_world.conditioning(*motion))
         latents.append(vae.encode(frames[: max(seed_frames, 1)]))
         truths.append(frames)
+        motions.append(motion)
     options = model.model_options.setdefault("transformer_options", {})
     initial = torch.cat([_as_video(latent) for latent in latents])
     if seed_frames:
         options["ar_config"] = {"initial_latent": initial}
     shape = (len(world_seeds), initial.shape[1], length, *initial.shape[3:])
-    return Worlds(model, vae, torch.cat(contexts), shape, torch.stack(truths), seed_frames)
+    return Worlds(model, vae, torch.cat(contexts), shape, torch.stack(truths), seed_frames, motions)
 
 
-def sample(worlds: Worlds, model: Any, seed: int, block: int = BLOCK_FRAMES) -> torch.Tensor:
-    """Latent `[N, 16, T, h, w]` of one rollout of every world, with the host's own guider and sampler."""
+def sample(
+    worlds: Worlds, model: Any, seed: int, block: int = BLOCK_FRAMES, sampler: Any | None = None
+) -> torch.Tensor:
+    """Latent `[N, 16, T, h, w]` of one rollout of every world, with the host's own guider and sampler, or another.
+
+    The prompt says how the camera of the first world moves, for samplers that remember by it.
+    """
     import comfy.samplers
 
     guider = comfy.samplers.CFGGuider(model)
-    guider.set_conds([[worlds.context, {}]], [[worlds.context, {}]])
+    prompt = [[worlds.context, {"camera_motion": worlds.motions[0]}]]
+    guider.set_conds(prompt, prompt)
     guider.set_cfg(1.0)
     sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", SIGMA_STEPS)
     noise = torch.randn(worlds.noise_shape, generator=torch.Generator().manual_seed(seed))
-    sampler = comfy.samplers.ksampler("ar_video", {"num_frame_per_block": block})
+    sampler = sampler or comfy.samplers.ksampler("ar_video", {"num_frame_per_block": block})
     latent = torch.zeros(worlds.noise_shape)
     with torch.inference_mode():
         return guider.sample(noise, latent, sampler, sigmas, disable_pbar=True, seed=seed)

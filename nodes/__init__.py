@@ -8,6 +8,7 @@ from .camera_path import QuantWMCameraPath
 from .kv_cache import QuantWMKVCache
 from .lingbot_conditioning import QuantWMLingBotConditioning
 from .load_world_model import QuantWMLoadWorldModel
+from .memory import QuantWMMemory
 from .prompt_change import QuantWMPromptChange
 from .tiny_world_conditioning import TinyWorldConditioning
 from .tiny_world_seed import TinyWorldSeed
@@ -24,6 +25,7 @@ NODES: list[type[io.ComfyNode]] = [
     TinyWorldSeed,
     QuantWMWorldSampler,
     QuantWMPromptChange,
+    QuantWMMemory,
     QuantWMCameraPath,
     QuantWMLingBotConditioning,
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..quantwm_core import BITS, METHODS, CacheSettings
-from ..quantwm_core.settings import BACKENDS, CACHE_DEVICES, GROUP_SIZES, MAX_CENTROIDS, MAX_RANK
+from ..quantwm_core.settings import BACKENDS, CACHE_DEVICES, GROUP_SIZES, JENSEN, MAX_CENTROIDS, MAX_RANK
 from .sockets import CATEGORY, SettingsSocket
 
 BIT_CHOICES = [str(bits) for bits in BITS]
@@ -40,7 +40,10 @@ class QuantWMKVCache(io.ComfyNode):
                         "quantwm (default): our best.\n"
                         "off: plain BF16, bit-equal to ComfyUI without these nodes; use it to compare.\n"
                         "quantwm-paper: the published method to the letter.\n"
-                        "rtn: plain rounding, the baseline of the comparisons."
+                        "rtn: plain rounding, the baseline of the comparisons.\n"
+                        "kivi: keys by channel, values by token, the newest 128 tokens in BF16.\n"
+                        "qvg, qvg-pro: Quant VideoGen with one and with four stages of centroids.\n"
+                        "quarot: plain rounding after a Hadamard rotation."
                     ),
                 ),
                 io.Combo.Input(
@@ -70,7 +73,7 @@ class QuantWMKVCache(io.ComfyNode):
                     advanced=True,
                     tooltip=(
                         "How many numbers share one scale: 16, 32, 64 (default) or 128. Smaller follows the "
-                        "data more closely and costs more bytes."
+                        "data more closely and costs more bytes. kivi (32) and qvg-pro (16) keep their own."
                     ),
                 ),
                 io.Int.Input(
@@ -159,6 +162,19 @@ class QuantWMKVCache(io.ComfyNode):
                     tooltip=(
                         "Which code packs and reads. auto (default) takes the fastest that runs here. torch "
                         "runs everywhere; triton needs an NVIDIA GPU. Change it only to look for a fault."
+                    ),
+                ),
+                # Optional, as every input that comes after it must be: prompts saved before have none.
+                io.Combo.Input(
+                    "jensen",
+                    options=list(JENSEN),
+                    default="off",
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        "Takes back the extra attention that rounded keys draw by their noise, with any method. "
+                        "off (default) is fastest. second-order costs little; exact is slow and for "
+                        "measurements. It pays where attention spreads over many keys, and costs where a few win."
                     ),
                 ),
                 io.String.Input(

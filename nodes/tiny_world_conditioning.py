@@ -75,7 +75,8 @@ class TinyWorldConditioning(io.ComfyNode):
 
     @classmethod
     def execute(cls, turn_rate: float, orbit: float, orbit_phase: float) -> io.NodeOutput:
-        return io.NodeOutput([[tiny_world.conditioning(turn_rate, orbit, orbit_phase), {}]])
+        tokens = tiny_world.conditioning(turn_rate, orbit, orbit_phase)
+        return io.NodeOutput([[tokens, {"camera_motion": (turn_rate, orbit, orbit_phase)}]])
 
 
 def motion_error(turn_rate: float | None, orbit: float | None) -> bool | str:

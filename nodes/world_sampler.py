@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..quantwm_core.window import MAX_FRAMES_PER_BLOCK, RolloutSettings
 from ..world_models.causal_wan.sampler import WorldSampler
 from .progress import rollout_text, show_text
-from .sockets import CATEGORY, PromptsSocket
+from .sockets import CATEGORY, MemorySocket, PromptsSocket
 
 _MAX_FRAMES = 4096
 
@@ -86,6 +86,11 @@ class QuantWMWorldSampler(io.ComfyNode):
                         "From Prompt Change: other prompts from later blocks on. The guider's prompt is the first one."
                     ),
                 ),
+                MemorySocket.Input(
+                    "memory",
+                    optional=True,
+                    tooltip="From World Memory: blocks that left the window come back when they are needed.",
+                ),
             ],
             outputs=[
                 io.Sampler.Output("sampler", display_name="SAMPLER", tooltip="For Sampler Custom (Advanced)."),
@@ -104,7 +109,9 @@ class QuantWMWorldSampler(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, frames_per_block: int, window: int, sink: int, context_noise: float, prompts=()) -> io.NodeOutput:
+    def execute(
+        cls, frames_per_block: int, window: int, sink: int, context_noise: float, prompts=(), memory=None
+    ) -> io.NodeOutput:
         settings = RolloutSettings(frames_per_block, window, sink, context_noise)
         own_id = cls.hidden.unique_id if cls.hidden else None
 
@@ -112,4 +119,4 @@ class QuantWMWorldSampler(io.ComfyNode):
             # The node that runs shows what the cache takes; this one shows how far the video is.
             show_text(rollout_text(entry), own_id)
 
-        return io.NodeOutput(WorldSampler(settings, prompts or (), on_block))
+        return io.NodeOutput(WorldSampler(settings, prompts or (), on_block, memory))

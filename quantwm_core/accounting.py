@@ -18,6 +18,7 @@ def build_record(cache: WorldCache) -> dict:
     """The record of a run, JSON-ready.
 
     bytes_unpacked: keys and values held in full precision; bytes_state: what the method keeps between spans;
+    bytes_bank: the part of all this that only the bank holds, out of reach of the block being made;
     bytes_workspace_peak: the largest decoded layer, alive only while that layer attends.
     ratio_packed: BF16 size of the packed scalars over their packed bytes; ratio_resident: BF16 size of everything
     over all that is resident when the run ends (packed, unpacked and state).
@@ -48,6 +49,8 @@ def build_record(cache: WorldCache) -> dict:
         "bytes_packed": packed,
         "bytes_unpacked": unpacked,
         "bytes_state": usage["state"],
+        "bytes_bank": sum(layer.bank_bytes() for layer in layers),
+        "blocks_in_bank": sum(entry.blocks for entry in layers[-1].bank),
         "bytes_workspace_peak": max(layer.workspace_bytes for layer in layers),
         "bytes_by_part": {part: usage[part] for part in PARTS},
         "ratio_packed": _ratio(2 * elements, packed),
@@ -76,6 +79,8 @@ def native_record(settings: CacheSettings, geometry: CacheGeometry, tokens: int,
         "bytes_packed": 0,
         "bytes_unpacked": resident,
         "bytes_state": 0,
+        "bytes_bank": 0,
+        "blocks_in_bank": 0,
         "bytes_workspace_peak": 0,
         "bytes_by_part": dict.fromkeys(PARTS, 0),
         "ratio_packed": 1.0,
@@ -91,7 +96,7 @@ OVERHEAD_BITS = 1.25
 
 
 def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int) -> int:
-    """Memory to plan for a run of `tokens` tokens: packed cache plus one decoded layer.
+    """Memory to plan for a run of `tokens` tokens: packed cache plus one decoded layer, twice where it is corrected.
 
     How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
     """
@@ -101,7 +106,7 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
         stored *= min(1, 2 / geometry.layers)  # the layer that attends, and the next one on its way
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
-    return round(stored + bf16 / geometry.layers)
+    return round(stored + bf16 / geometry.layers * (1 if settings.jensen == "off" else 2))
 
 
 def _planned_bits(settings: CacheSettings, geometry: CacheGeometry) -> float:
@@ -165,6 +170,8 @@ def format_report(handle: CacheHandle) -> str:
         f"kept in full precision {format_bytes(record['bytes_unpacked'])}, method state "
         f"{format_bytes(record['bytes_state'])}, workspace {format_bytes(record['bytes_workspace_peak'])}"
     )
+    if record["blocks_in_bank"]:
+        lines.append(f"of this, {record['blocks_in_bank']} blocks in the bank: {format_bytes(record['bytes_bank'])}")
     lines.append(f"encode {record['encode_seconds']:.2f} s, decode {record['decode_seconds']:.2f} s")
     lines.append(json.dumps(record))
     return "\n".join(lines)

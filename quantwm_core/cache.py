@@ -95,6 +95,16 @@ class WorldCache:
         for layer in self.layers:
             layer.retire(blocks, bank)
 
+    def recall(self, blocks: Collection[int]) -> None:
+        """Bring blocks back from the bank in all layers; see `LayerCache.recall`."""
+        for layer in self.layers:
+            layer.recall(blocks)
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Drop blocks from the bank in all layers."""
+        for layer in self.layers:
+            layer.forget(blocks)
+
     def usage(self) -> Counter[str]:
         """Resident bytes by part over all layers."""
         total: Counter[str] = Counter()
@@ -116,6 +126,7 @@ class WorldCache:
             "bytes_bf16": self.geometry.bytes_bf16(tokens),
             "bytes_packed": sum(record_usage.values()) - raw - record_usage["state"],
             "bytes_unpacked": raw + record_usage["state"],
+            "bytes_bank": sum(layer.bank_bytes() for layer in self.layers),
             "seconds": round(time.perf_counter() - self._started, 3),
         }
         self.history.append(entry)

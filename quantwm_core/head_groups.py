@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .layer_cache import LayerCache
+from .layer_cache import Entry, LayerCache
 
 
 @dataclass
@@ -52,6 +52,19 @@ class HeadGroups:
     @property
     def rehearses(self) -> bool:
         return any(cache.rehearses for cache in self.caches)
+
+    @property
+    def bank(self) -> list[Entry]:
+        return self.caches[0].bank
+
+    @property
+    def keeps_means(self) -> bool:
+        return self.caches[0].keeps_means
+
+    @keeps_means.setter
+    def keeps_means(self, wanted: bool) -> None:
+        for cache in self.caches:
+            cache.keeps_means = wanted
 
     @property
     def pack_events(self) -> int:
@@ -117,6 +130,11 @@ class HeadGroups:
         for cache in self.caches:
             cache.recall(blocks)
 
+    def recall_similar(self, queries: torch.Tensor, count: int) -> None:
+        """See `LayerCache.recall_similar`; each group finds its own."""
+        for group in self.groups:
+            group.cache.recall_similar(group.take(queries), count)
+
     def forget(self, blocks: Collection[int]) -> None:
         """See `LayerCache.forget`."""
         for cache in self.caches:
@@ -145,6 +163,10 @@ class HeadGroups:
     def usage(self) -> Counter[str]:
         """See `LayerCache.usage`; the groups share no storage."""
         return sum((cache.usage() for cache in self.caches), Counter())
+
+    def bank_bytes(self) -> int:
+        """See `LayerCache.bank_bytes`."""
+        return sum(cache.bank_bytes() for cache in self.caches)
 
     def packed_elements(self) -> int:
         """See `LayerCache.packed_elements`."""

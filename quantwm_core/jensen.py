@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,6 +43,11 @@ class KeySteps:
     group_size: int
     rotation: torch.Tensor | None = None
     basis: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> KeySteps:
+        """The same on `device`; the rotation, which all spans share, moves when it is used."""
+        basis = None if self.basis is None else self.basis.to(device)
+        return replace(self, levels=self.levels.to(device), index=self.index.to(device), basis=basis)
 
     def project(self, queries: torch.Tensor) -> torch.Tensor:
         """Queries float `[N, T, D]` in the coordinates of the noise."""
@@ -122,8 +127,9 @@ def _placed(pieces, key_steps: Callable, device: torch.device) -> Iterator[_Plac
     start = 0
     for piece in pieces:
         if isinstance(piece, PackedSpan) and piece.key_bits != 16:
-            for steps in key_steps(piece.to(device)):
-                yield _Placed(start, steps)
+            # Spans may be kept on the CPU; their steps are a small part of them.
+            for steps in key_steps(piece):
+                yield _Placed(start, steps.to(device))
         start += piece.tokens
 
 

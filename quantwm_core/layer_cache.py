@@ -28,12 +28,14 @@ class Entry:
     """A stored piece, the lengths, in tokens, of the committed blocks in it, and the number of the first of them.
 
     continues: the first of them began in the entry before.
+    mean_key: `[B, H, D]` where blocks are to be found again by it.
     """
 
     stored: RawBlock | PackedSpan
     lengths: list[int]
     first: int = 0
     continues: bool = False
+    mean_key: torch.Tensor | None = None
 
     @property
     def blocks(self) -> int:
@@ -45,8 +47,8 @@ class Entry:
         k, v, moment = self.stored.k, self.stored.v, self.stored.moment
         first, rest = RawBlock(k[:, :tokens], v[:, :tokens], moment), RawBlock(k[:, tokens:], v[:, tokens:], moment)
         return [
-            Entry(first, [first.tokens], self.first, self.continues),
-            Entry(rest, [rest.tokens], self.first, True),
+            Entry(first, [first.tokens], self.first, self.continues, self.mean_key),
+            Entry(rest, [rest.tokens], self.first, True, self.mean_key),
         ]
 
     @property
@@ -107,6 +109,7 @@ class LayerCache:
         self.pending: list[RawBlock] = []
         self.bank: list[Entry] = []
         self.recalled: dict[tuple[int, bool], RawBlock | PackedSpan] = {}
+        self.keeps_means = False
         self.following: LayerCache | HeadGroups | None = None
         self._fetch: LayerFetch | None = None
         self._retired = 0
@@ -191,7 +194,8 @@ class LayerCache:
         for block in self.pending:
             if self.blocks < self.settings.keep_first_blocks:
                 block.moment = None  # it will never be packed
-            self.entries.append(Entry(block, [block.tokens], self.blocks))
+            mean = block.k.float().mean(1) if self.keeps_means else None
+            self.entries.append(Entry(block, [block.tokens], self.blocks, mean_key=mean))
         self.pending.clear()
         self._pack_ready_blocks()
         for entry in self.entries:
@@ -273,6 +277,17 @@ class LayerCache:
         self.recalled = wanted
         self._recount()
 
+    def recall_similar(self, queries: torch.Tensor, count: int) -> None:
+        """Recall the `count` pieces of the bank whose mean key has the largest product with the mean query.
+
+        `queries` `[B, T, H, D]`; needs `keeps_means`. Asks the device for the answer.
+        """
+        if self.bank:
+            means = torch.stack([entry.mean_key for entry in self.bank])
+            scores = torch.einsum("nbhd,bhd->n", means, queries.float().mean(1))
+            best = scores.topk(min(count, len(self.bank))).indices.tolist()
+            self.recall([number for index in best for number in self.bank[index].numbers])
+
     def read(self, live_k: torch.Tensor | None = None, live_v: torch.Tensor | None = None):
         """Everything within reach, followed by the live tokens: contiguous `[B, S, H, D]` keys and values.
 
@@ -312,8 +327,15 @@ class LayerCache:
         Besides the parts of a span: `raw` (one side kept at 16 bits), `blocks` (kept in full precision), `state`.
         """
         usage = Counter(self._usage)
-        usage["state"] += self.state.nbytes(set(self._seen))
+        usage["state"] += self.state.nbytes(set(self._seen)) + storage_bytes(self._means())
         return usage
+
+    def bank_bytes(self) -> int:
+        """Bytes of what only the bank refers to: neither within reach nor shared with what is."""
+        pieces = [*self.recalled.values(), *(entry.stored for entry in self.entries)]
+        seen: set[int] = set()
+        storage_bytes([*self.state.tensors(), *(t for piece in pieces for t in _tensors(piece))], seen)
+        return storage_bytes((t for entry in self.bank for t in _tensors(entry.stored)), seen)
 
     def packed_elements(self) -> int:
         """Scalars (of keys and values) stored in fewer than 16 bits."""
@@ -342,6 +364,9 @@ class LayerCache:
 
     def _spans(self) -> Iterator[PackedSpan]:
         return (stored for stored in self._stored() if isinstance(stored, PackedSpan))
+
+    def _means(self) -> list[torch.Tensor]:
+        return [entry.mean_key for entry in self.entries + self.bank if entry.mean_key is not None]
 
     def _shared_storages(self, leaving: list[Entry]) -> set[int]:
         """Storages that other spans or the method refer to as well: they stay where they are, once."""
@@ -384,8 +409,8 @@ class LayerCache:
         packed = [(group, self._pack([self.entries[i].stored for i in group])) for group in groups]
         for group, span in reversed(packed):
             lengths = [length for i in group for length in self.entries[i].lengths]
-            oldest = self.entries[group[0]]
-            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, oldest.first, oldest.continues)]
+            oldest, mean = self.entries[group[0]], _mean_key([self.entries[i] for i in group])
+            self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, oldest.first, oldest.continues, mean)]
 
     def _older_than_recent(self, ready: list[int]) -> list[int]:
         """Of entries ready to be packed, those older than the method's window of recent tokens, in whole token groups.
@@ -481,6 +506,18 @@ class LayerCache:
         blocks = [stored for stored in self._stored() if isinstance(stored, RawBlock)]
         tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
         self._usage["blocks"] = storage_bytes(tensors)
+
+
+def _tensors(piece: RawBlock | PackedSpan) -> list[torch.Tensor]:
+    return [piece.k, piece.v] if isinstance(piece, RawBlock) else list(piece.tensors.values())
+
+
+def _mean_key(entries: list[Entry]) -> torch.Tensor | None:
+    """Token-weighted mean of the entries' mean keys, where they have them."""
+    if len(entries) == 1 or entries[0].mean_key is None:
+        return entries[0].mean_key
+    tokens = sum(entry.stored.tokens for entry in entries)
+    return sum(entry.mean_key * (entry.stored.tokens / tokens) for entry in entries)
 
 
 def _storages(span: PackedSpan) -> set[int]:

@@ -45,13 +45,13 @@ class RolloutSettings:
         """Frames of each block when `frames` frames are cut into blocks, the last one perhaps shorter."""
         return [min(self.frames_per_block, frames - start) for start in range(0, frames, self.frames_per_block)]
 
-    def room(self, frames: int, given: int = 0) -> int:
+    def room(self, frames: int, given: int = 0, recalled_blocks: int = 0) -> int:
         """Most frames that history and the current block ever hold together, for a video of `frames` frames."""
         if not self.window:
             return frames
         # The sink ends with a whole block.
         sink = self.sink + self.frames_per_block - 1 if self.sink else 0
-        return min(frames, max(given, sink + self.window + self.frames_per_block))
+        return min(frames, max(given, sink + self.window + (1 + recalled_blocks) * self.frames_per_block))
 
 
 @dataclass(frozen=True)

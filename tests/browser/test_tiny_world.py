@@ -24,6 +24,7 @@ KV_CACHE = {
     "keep_recent_blocks": 0,
     "cache_device": "gpu",
     "backend": "auto",
+    "jensen": "off",
 }
 
 

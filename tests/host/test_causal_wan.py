@@ -57,7 +57,7 @@ def test_off_equals_the_host_with_two_worlds_in_a_batch(host, t128):
 @pytest.mark.parametrize(
     ("method", "frames", "block", "given"),
     [("quantwm", *case) for case in CASES]
-    + [(method, *case) for method in ("quantwm-paper", "rtn") for case in CASES[4:7]],
+    + [(method, *case) for method in ("quantwm-paper", "rtn", "qvg", "qvg-pro", "quarot") for case in CASES[4:7]],
 )
 def test_packed_runs_are_finite_and_complete(host, t48, method, frames, block, given):
     model = with_first_frames(t48, given) if given else t48
@@ -67,6 +67,26 @@ def test_packed_runs_are_finite_and_complete(host, t48, method, frames, block, g
     assert record["tokens"] == frames * TOKENS_PER_FRAME == handle.history[-1]["tokens"]
     assert record["bytes_unpacked"] == 0 and record["ratio_packed"] > 1.3
     assert len(handle.history) == record["blocks"] == -(-(frames - given) // block) + (given > 0)
+
+
+@pytest.mark.parametrize(("frames", "block", "given"), [CASES[3], CASES[4], (30, 4, 1)])
+def test_kivi_runs_and_keeps_its_window_in_full_precision(host, t48, frames, block, given):
+    model = with_first_frames(t48, given) if given else t48
+    packed, handle = patched(host, model, method="kivi")
+    assert run(packed, frames, block).isfinite().all()
+    record, tokens = handle.record, frames * TOKENS_PER_FRAME
+    older = max(0, tokens - 128) // 32 * 32
+    assert record["tokens"] == tokens and record["blocks"] == -(-(frames - given) // block) + (given > 0)
+    assert record["bytes_unpacked"] == 2 * 2 * 2 * 48 * 4 * (tokens - older)  # sides, layers, heads, width, float32
+    assert sum(record["bytes_by_part"].values()) == record["bytes_packed"] > 0 or older == 0
+
+
+@pytest.mark.parametrize("method", ["quantwm", "rtn", "kivi", "qvg"])
+@pytest.mark.parametrize("form", ["exact", "second-order"])
+def test_corrected_attention_runs_in_the_host_and_changes_little(host, t128, method, form):
+    plain = run(patched(host, t128, method=method)[0], 20, 3)
+    out = run(patched(host, t128, method=method, jensen=form)[0], 20, 3)
+    assert out.isfinite().all() and 0 < (out - plain).abs().mean() < 0.1 * plain.abs().mean()
 
 
 def test_more_bits_come_closer(host, t128):
@@ -331,12 +351,12 @@ def test_another_sampler_leaves_no_record_of_an_earlier_run(host, t48, caplog):
 
     assert torch.equal(euler(packed), euler(t48))
     assert handle.record is None and not handle.history
-    assert "Use Sampler AR Video" in caplog.text
+    assert "Use World Sampler or Sampler AR Video" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("settings", "wanted"),
-    [({}, True), ({"key_bits": 16}, False), ({"method": "quantwm-paper"}, False), ({"method": "rtn"}, False)],
+    [({}, True), ({"key_bits": 16}, False), ({"method": "quantwm-paper"}, False), ({"method": "kivi"}, False)],
 )
 def test_only_our_method_rehearses_and_only_for_packed_keys(host, t48, settings, wanted):
     lengths = []

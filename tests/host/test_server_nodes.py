@@ -22,6 +22,7 @@ NODE_IDS = {
     "QuantWMLingBotConditioning",
     "QuantWMWorldSampler",
     "QuantWMPromptChange",
+    "QuantWMMemory",
 }
 
 
@@ -117,7 +118,11 @@ def test_off_equals_a_graph_without_the_nodes(server, sample):
 
 def test_world_sampler_equals_the_hosts_until_it_is_asked_for_more(server, prompt, sample):
     assert torch.equal(sample(server, with_world_sampler(prompt)), sample(server, prompt))
-    asked = with_world_sampler(prompt, window=3, prompts=["change", 0])
+    asked = with_world_sampler(prompt, window=3, prompts=["change", 0], memory=["memory", 0])
+    asked["memory"] = {
+        "class_type": "QuantWMMemory",
+        "inputs": {"retrieval": "camera", "blocks": 1, "bank_blocks": 0, "keep": 1.0, "bank_device": "cpu"},
+    }
     asked["turn"] = {
         "class_type": "QuantWMTinyWorldConditioning",
         "inputs": {"turn_rate": -18.0, "orbit": 0.2, "orbit_phase": 0.0},
@@ -129,7 +134,7 @@ def test_world_sampler_equals_the_hosts_until_it_is_asked_for_more(server, promp
     events = []
     entry = server.wait(server.queue(asked), events.append)
     record = record_in("\n".join(entry["outputs"][node_of(asked, "QuantWMCacheStats")]["text"]))
-    assert record["tokens"] == 3 * 96 and record["blocks"] == 4
+    assert record["tokens"] == 12 * 96 and record["blocks"] == 4 and record["blocks_in_bank"] == 3
     told = [(e["data"]["node"], e["data"]["text"]) for e in events if e["type"] == "progress_text"]
     assert (node_of(asked, "QuantWMWorldSampler"), "Block 2 of 2: 12 of 12 latent frames") in [
         (node, text.splitlines()[0].strip()) for node, text in told

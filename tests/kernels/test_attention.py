@@ -134,3 +134,19 @@ def test_a_wrong_result_is_noticed(pack):
     assert pack.reading._agree(expected * 1.001, expected.flatten(2))
     assert not pack.reading._agree(expected.roll(1, 1), expected)
     assert not pack.reading._agree(expected * float("nan"), expected)
+
+
+@pytest.mark.parametrize(
+    ("fact", "operation", "reason"),
+    [
+        ({"jensen": "second-order"}, "attend_packed", "triton: jensen is second-order, not off"),
+        ({"method": "kivi"}, "decode_layer", "triton: method is kivi, not quantwm or quantwm-paper or rtn"),
+        ({"method": "qvg"}, "decode_layer", "triton: method is qvg, not quantwm or quantwm-paper or rtn"),
+    ],
+)
+def test_what_kernels_do_not_know_is_left_to_pytorch(pack, fact, operation, reason):
+    usual = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 128}
+    usual |= pack.backends.settings_facts(pack.settings.CacheSettings())
+    assert pack.backends.choose(operation, "auto", usual).implementation.backend == "triton"
+    choice = pack.backends.choose(operation, "auto", usual | fact)
+    assert choice.implementation.backend == "torch" and choice.reasons == (reason,)

@@ -26,6 +26,7 @@ INPUTS = {
         "keep_recent_blocks",
         "cache_device",
         "backend",
+        "jensen",
         "bit_overrides",
     ],
     "QuantWMApply": ["model", "settings"],
@@ -34,7 +35,8 @@ INPUTS = {
     "QuantWMTinyWorldVAE": [],
     "QuantWMTinyWorldConditioning": CAMERA,
     "QuantWMTinyWorldSeed": ["model", "vae", "world_seed", *CAMERA, "seed_frames", "length"],
-    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts"],
+    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory"],
+    "QuantWMMemory": ["retrieval", "blocks", "bank_blocks", "keep", "bank_device"],
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 INPUTS |= {
@@ -61,6 +63,7 @@ OUTPUTS = {
     "QuantWMTinyWorldSeed": ["MODEL", "LATENT", "IMAGE"],
     "QuantWMWorldSampler": ["SAMPLER"],
     "QuantWMPromptChange": ["QUANTWM_PROMPTS"],
+    "QuantWMMemory": ["QUANTWM_MEMORY"],
 }
 OUTPUTS |= {
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
@@ -76,17 +79,19 @@ NAMES = {
     "QuantWMTinyWorldSeed": "Tiny World Seed",
     "QuantWMWorldSampler": "World Sampler",
     "QuantWMPromptChange": "Prompt Change",
+    "QuantWMMemory": "World Memory",
 }
 NAMES |= {
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",
 }
-KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", ""]
+KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", ""]
 ADVANCED = {
     "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
     "QuantWMLoadWorldModel": ["weight_dtype"],
     "QuantWMWorldSampler": ["context_noise"],
     "QuantWMLingBotConditioning": ["window", "sink"],
+    "QuantWMMemory": ["bank_device"],
 }
 
 
@@ -106,10 +111,19 @@ def test_ids_inputs_and_outputs_are_frozen(schemas):
 def test_kv_cache_values(schemas):
     by_id = {entry.id: entry for entry in schemas["QuantWMKVCache"].inputs}
     assert [entry.default for entry in by_id.values()] == KV_CACHE_DEFAULTS
-    assert by_id["method"].options[:3] == ["quantwm", "off", "quantwm-paper"]
+    first = ["quantwm", "off", "quantwm-paper", "rtn", "kivi", "qvg", "qvg-pro", "quarot"]
+    assert by_id["method"].options[: len(first)] == first
     assert by_id["key_bits"].options == by_id["value_bits"].options == ["2", "4", "8", "16"]
     assert by_id["cache_device"].options == ["gpu", "cpu"]
     assert by_id["backend"].options == ["auto", "triton", "torch"]
+    assert by_id["jensen"].options == ["off", "exact", "second-order"]
+
+
+def test_optional_inputs_come_last(schemas):
+    """The editor lists them behind the required ones: in between, they would shift saved values."""
+    for key, schema in schemas.items():
+        optional = [entry.optional for entry in schema.inputs]
+        assert optional == sorted(optional), key
 
 
 def test_stats_take_a_latent_or_an_image(schemas):

@@ -38,6 +38,9 @@ def test_kv_cache_makes_settings(node):
     (settings,) = node("kv_cache", "QuantWMKVCache").execute(**chosen).args
     assert (settings.key_bits, settings.value_bits, settings.group_size, settings.rank) == (4, 2, 32, 8)
     assert settings == type(settings)(key_bits=4, group_size=32, rank=8)
+    # Prompts saved before an input was added go without it.
+    (later,) = node("kv_cache", "QuantWMKVCache").execute(**chosen, jensen="exact").args
+    assert (settings.jensen, later.jensen) == ("off", "exact")
 
 
 def test_kv_cache_refuses_a_group_size_on_the_node(node):
@@ -123,3 +126,17 @@ def test_prompt_changes_chain_and_may_not_collide(node):
     assert [(change.block, change.conditioning) for change in both] == [(4, "sunset"), (2, "night")]
     with pytest.raises(ValueError, match="4 is given twice"):
         prompt_change.execute("noon", 4, both)
+
+
+def test_world_memory_makes_settings_for_the_sampler(node):
+    (memory,) = node("memory", "QuantWMMemory").execute(retrieval="camera", blocks=4, keep=0.5).args
+    sampler = node("world_sampler", "QuantWMWorldSampler")
+    chosen = {"frames_per_block": 3, "sink": 0, "context_noise": 0.0}
+    assert sampler.execute(window=9, memory=memory, **chosen).args[0].memory == memory
+    with pytest.raises(ValueError, match="Set window in World Sampler"):
+        sampler.execute(window=0, memory=memory, **chosen)
+
+
+def test_the_tiny_worlds_prompt_says_how_the_camera_moves(node):
+    (conditioning,) = node("tiny_world_conditioning", "TinyWorldConditioning").execute(18.0, 0.2, 30.0).args
+    assert conditioning[0][1] == {"camera_motion": (18.0, 0.2, 30.0)}

@@ -45,5 +45,7 @@ def test_memory_is_planned_for_what_settings_keep_in_full_precision():
     mixed = estimate_bytes(CacheSettings(bit_overrides="0-14=16, 15.0-5=8"), geometry, 37_440)
     bits = 15 / 30 * 16 + (6 * 9.25 + 6 * 3.25) / 12 / 30 + 14 / 30 * 3.25
     assert mixed == pytest.approx(layer + full * bits / 16)
+    corrected = estimate_bytes(CacheSettings(cache_device="cpu", jensen="exact"), geometry, 37_440)
+    assert corrected == pytest.approx(on_cpu + layer)
     for kept in ({"keep_recent_blocks": 64}, {"span_blocks": 8}, {"cache_device": "cpu", "keep_first_blocks": 1}):
         assert estimate_bytes(CacheSettings(**kept), geometry, 37_440) == pytest.approx(full + layer)

@@ -120,11 +120,12 @@ def test_a_backend_asked_for_by_name_must_be_able_to_read_the_cache():
         WorldCache(CacheSettings(backend="triton"), CacheGeometry(1, 2, 32), torch.device("cpu"))
 
 
-def test_a_compiled_model_attends_through_the_cache():
+@pytest.mark.parametrize("jensen", ["off", "exact", "second-order"])
+def test_a_compiled_model_attends_through_the_cache(jensen):
     from quantwm_core import LayerCache
     from quantwm_core.methods import build_method
 
-    settings = CacheSettings(method="rtn")
+    settings = CacheSettings(method="rtn", jensen=jensen)
     layer = LayerCache(settings, build_method(settings))
     q, k, v = torch.randn(3, 1, 40, 2, 32)
     layer.append(k, v, q)

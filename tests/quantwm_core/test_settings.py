@@ -14,6 +14,7 @@ from quantwm_core import CacheSettings
         ("group_size", 48),
         ("cache_device", "disk"),
         ("backend", "cuda"),
+        ("jensen", "on"),
         ("centroids", 257),
         ("centroids", -1),
         ("candidates", 0),

@@ -110,8 +110,9 @@ class CausalWanAdapter:
     def outer_sample(self, executor, noise, latent_image, sampler, *args, **kwargs):
         """Give the run its state and take it away again, however the run ends."""
         model = executor.class_obj.model_patcher.model
-        self.run = CausalWanRun(self.settings, model, self.handle, self._on_block, self._method, self._probe)
-        self._rollout = sampler.settings if isinstance(sampler, WorldSampler) else RolloutSettings()
+        ours = isinstance(sampler, WorldSampler)
+        self._rollout, memory = (sampler.settings, sampler.memory) if ours else (RolloutSettings(), None)
+        self.run = CausalWanRun(self.settings, model, self.handle, self._on_block, self._method, self._probe, memory)
         try:
             return executor(noise, latent_image, sampler, *args, **kwargs)
         finally:
@@ -137,7 +138,12 @@ class CausalWanAdapter:
         geometry = self.run.geometry(noise_shape[0])
         _, patch_height, patch_width = model.model.diffusion_model.patch_size
         given = given_latent(model.model_options)
-        frames = self._rollout.room(noise_shape[2], 0 if given is None else given.shape[2])
+        memory = self.run.memory
+        frames = self._rollout.room(noise_shape[2], 0 if given is None else given.shape[2], memory.returning)
+        if memory.retrieves and memory.bank_device == "gpu":
+            # The bank is bounded in blocks or not at all.
+            bank = memory.bank_blocks * self._rollout.frames_per_block or noise_shape[2]
+            frames = min(noise_shape[2], frames + bank)
         frames = min(frames, window.size) if window else frames
         tokens = frames * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
         planned = estimate_bytes(self.settings, geometry, tokens)
@@ -183,5 +189,5 @@ class CausalWanAdapter:
         if self.run is None:
             raise RuntimeError(
                 f"QuantWM's cache exists only while a sampler runs; {name} was called outside. "
-                "Use Sampler AR Video, or bypass Apply To World Model."
+                "Use World Sampler or Sampler AR Video, or bypass Apply To World Model."
             )

@@ -2,66 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
 
-from ...quantwm_core.window import Block, RolloutSettings
+from ...quantwm_core.memory import MemorySettings, kept_tokens, take_tokens
+from ...quantwm_core.window import Block
 from .run import PackedLayer
 
 
 class History(Protocol):
-    """The history of one run, as the sampler sees it."""
+    """The history of one run, as the sampler sees it. Blocks go by their numbers."""
 
     def announce_clean_pass(self, frames: Sequence[int]) -> None:
         """The coming pass makes history, whatever its noise level: blocks of so many frames each."""
 
-    def retire(self, blocks: Sequence[Block]) -> None:
-        """Take blocks out of reach."""
+    def add(self, blocks: Sequence[Block]) -> None:
+        """These blocks have just been stored."""
+
+    def retire(self, blocks: Collection[int]) -> None:
+        """Take blocks out of reach, into the bank where there is one."""
+
+    def recall(self, blocks: Collection[int]) -> None:
+        """Bring blocks back from the bank for the coming block, and send others that had come back away."""
+
+    def recall_similar(self) -> None:
+        """Let each layer bring back what fits the coming block's queries."""
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Drop blocks from the bank."""
 
 
-def open_history(caches: list, settings: RolloutSettings, frame_tokens: int) -> History:
+def open_history(caches: list, memory: MemorySettings | None, frame_tokens: int, device: torch.device) -> History:
     """The history behind what `init_kv_caches` gave: packed layers of ours, or the host's plain tensors."""
+    bank = None
+    if memory is not None and memory.retrieves:
+        bank = torch.device("cpu") if memory.bank_device == "cpu" else device
     if isinstance(caches[0], PackedLayer):
-        return PackedHistory(caches[0], frame_tokens)
-    return HostHistory(caches, settings, frame_tokens)
+        return PackedHistory(caches, bank, frame_tokens)
+    return HostHistory(caches, bank, memory.keep if memory else 1.0, frame_tokens)
 
 
 class HostHistory:
-    """The host's dictionaries of `k`, `v` and `end`: what stays moves to the front, so that they need no more room."""
+    """The host's dictionaries of `k`, `v` and `end`: gaps are closed at once, what comes back goes behind the end.
 
-    def __init__(self, caches: list[dict], settings: RolloutSettings, frame_tokens: int) -> None:
+    Positions are part of the keys, so the order in memory is free. A bank lies in the same dictionaries.
+    """
+
+    def __init__(self, caches: list[dict], bank: torch.device | None, keep: float, frame_tokens: int) -> None:
         self._caches = caches
-        self._sink = settings.sink
+        self._bank = bank
+        self._keep = keep
         self._frame_tokens = frame_tokens
-        self._sink_frames = 0
+        # Tokens of each block in reach, in the order in which they lie.
+        self._held: dict[int, int] = {}
+        self._recalled: set[int] = set()
+        for cache in caches:
+            cache["bank"] = {}
 
     def announce_clean_pass(self, frames: Sequence[int]) -> None:
         pass
 
-    def retire(self, blocks: Sequence[Block]) -> None:
-        """Close the gap that the blocks leave behind the sink; there is never another."""
-        self._sink_frames = self._sink_frames or (blocks[0].first_frame if self._sink else 0)
-        gap = sum(block.frames for block in blocks) * self._frame_tokens
-        start = self._sink_frames * self._frame_tokens
+    def add(self, blocks: Sequence[Block]) -> None:
+        """Note blocks behind the end, and leave the tokens out that compression drops."""
+        sizes = kept_sizes = [block.frames * self._frame_tokens for block in blocks]
+        for cache in self._caches if self._keep < 1 else ():
+            start = kept_end = cache["end"] - sum(sizes)
+            kept_sizes = []
+            for size in sizes:
+                k, v = (cache[side][:, start : start + size].clone() for side in ("k", "v"))
+                tokens = kept_tokens(k, self._frame_tokens, self._keep)
+                if tokens is not None:
+                    k, v = take_tokens(k, tokens), take_tokens(v, tokens)
+                self._write(cache, kept_end, k, v)
+                start, kept_end = start + size, kept_end + k.shape[1]
+                kept_sizes.append(k.shape[1])
+            cache["end"] = kept_end
+        self._held |= dict(zip((block.number for block in blocks), kept_sizes))
+
+    def retire(self, blocks: Collection[int]) -> None:
+        for number in blocks:
+            if self._bank is not None:
+                part = self._part(number)
+                for cache in self._caches:
+                    cache["bank"][number] = tuple(cache[side][:, part].to(self._bank, copy=True) for side in ("k", "v"))
+            self._close_gap(number)
+
+    def recall(self, blocks: Collection[int]) -> None:
+        for number in self._recalled.difference(blocks):
+            self._close_gap(number)
+        for number in sorted(set(blocks) - self._recalled):
+            for cache in self._caches:
+                k, v = cache["bank"][number]
+                self._write(cache, cache["end"], k, v)
+                cache["end"] += k.shape[1]
+            self._held[number] = k.shape[1]
+        self._recalled = set(blocks)
+
+    def recall_similar(self) -> None:
+        raise ValueError(
+            "retrieval by similarity needs the queries, which only a packed cache sees. Connect Apply To World Model "
+            "with a method other than off, or set retrieval to camera."
+        )
+
+    def forget(self, blocks: Collection[int]) -> None:
         for cache in self._caches:
-            end = cache["end"]
-            for side in ("k", "v"):
-                tensor: torch.Tensor = cache[side]
-                tensor[:, start : end - gap] = tensor[:, start + gap : end].clone()
-            cache["end"] = end - gap
+            for number in blocks:
+                del cache["bank"][number]
+
+    def _part(self, number: int) -> slice:
+        """Where a block lies."""
+        start = 0
+        for other, tokens in self._held.items():
+            if other == number:
+                return slice(start, start + tokens)
+            start += tokens
+        raise KeyError(f"block {number} is not in reach")
+
+    def _close_gap(self, number: int) -> None:
+        part = self._part(number)
+        for cache in self._caches:
+            behind = slice(part.stop, cache["end"])
+            self._write(cache, part.start, *(cache[side][:, behind].clone() for side in ("k", "v")))
+            cache["end"] -= part.stop - part.start
+        del self._held[number]
+
+    @staticmethod
+    def _write(cache: dict, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        cache["k"][:, start : start + k.shape[1]] = k
+        cache["v"][:, start : start + v.shape[1]] = v
 
 
 class PackedHistory:
-    """Our cache: whole packed blocks leave."""
+    """Our cache: whole packed blocks leave and return."""
 
-    def __init__(self, layer: PackedLayer, frame_tokens: int) -> None:
-        self._run = layer.run
+    def __init__(self, layers: list[PackedLayer], bank: torch.device | None, frame_tokens: int) -> None:
+        self._layers = layers
+        self._run = layers[0].run
+        self._bank = bank
         self._frame_tokens = frame_tokens
 
     def announce_clean_pass(self, frames: Sequence[int]) -> None:
-        self._run.announce_clean_pass([count * self._frame_tokens for count in frames])
+        self._run.announce_clean_pass([count * self._frame_tokens for count in frames], self._frame_tokens)
 
-    def retire(self, blocks: Sequence[Block]) -> None:
-        self._run.cache.retire([block.number for block in blocks])
+    def add(self, blocks: Sequence[Block]) -> None:
+        pass
+
+    def retire(self, blocks: Collection[int]) -> None:
+        self._run.cache.retire(blocks, self._bank)
+
+    def recall(self, blocks: Collection[int]) -> None:
+        self._run.cache.recall(blocks)
+
+    def recall_similar(self) -> None:
+        for layer in self._layers:
+            layer.must_choose = True
+
+    def forget(self, blocks: Collection[int]) -> None:
+        self._run.cache.forget(blocks)

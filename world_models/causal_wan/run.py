@@ -12,6 +12,7 @@ from comfy.ldm.modules.attention import optimized_attention
 
 from ...quantwm_core import CacheGeometry, CacheHandle, CacheSettings, LayerCache, WorldCache
 from ...quantwm_core.accounting import native_record
+from ...quantwm_core.memory import MemorySettings, kept_tokens, take_tokens
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
 
@@ -32,8 +33,10 @@ class CausalWanRun:
         on_block: Callable[[dict], None] | None,
         method: Method | None,
         probe: LogitProbe | None,
+        memory: MemorySettings | None = None,
     ) -> None:
         self.settings = settings
+        self.memory = memory or MemorySettings(retrieval="off")
         self.model = model
         self.handle = handle
         # What an earlier run left must not pass for this one's.
@@ -42,8 +45,9 @@ class CausalWanRun:
         self.clean = False
         # Share of a forward's tokens, at its end, that only rehearse.
         self.rehearsed_share = 0.0
-        # Tokens of each block in the clean pass that is running, where a sampler has told.
+        # Tokens of each block in the clean pass that is running, and of a frame, where a sampler has told.
         self.lengths: list[int] | None = None
+        self.frame_tokens = 0
         self._announced: list[int] | None = None
         self._started = False
         self._rehearse = False
@@ -75,11 +79,13 @@ class CausalWanRun:
         self.cache = WorldCache(
             self.settings, self.geometry(batch), device, metrics, self._method, self._block_committed
         )
+        for layer in self.cache.layers:
+            layer.keeps_means = self.memory.retrieval == "similarity"
         return [PackedLayer(self, layer) for layer in range(len(self.blocks))]
 
-    def announce_clean_pass(self, lengths: list[int]) -> None:
+    def announce_clean_pass(self, lengths: list[int], frame_tokens: int) -> None:
         """The coming forward makes history, whatever its noise level: blocks of so many tokens each."""
-        self._announced = lengths
+        self._announced, self.frame_tokens = lengths, frame_tokens
 
     def begin_pass(self, clean: bool) -> None:
         """Note what the coming forward is. Given frames get a clean pass before anything was denoised."""
@@ -126,7 +132,9 @@ class CausalWanRun:
         elif self._native is not None:
             self.handle.record = self._native_record()
         elif self.cache is None:
-            logger.warning("QuantWM: this sampler made no KV cache, so nothing was packed. Use Sampler AR Video.")
+            logger.warning(
+                "QuantWM: this sampler made no KV cache, so nothing was packed. Use World Sampler or Sampler AR Video."
+            )
         self.cache = self._native = None
 
     def _block_committed(self, entry: dict) -> None:
@@ -137,7 +145,12 @@ class CausalWanRun:
     def _native_record(self) -> dict:
         first = self._native[0]
         resident = sum(c[side].untyped_storage().nbytes() for c in self._native for side in ("k", "v"))
-        return native_record(self.settings, self.geometry(first["k"].shape[0]), first["end"], resident)
+        # Blocks that our sampler took out of the host's cache.
+        bank = [kv for cache in self._native for kv in cache.get("bank", {}).values()]
+        banked = sum(t.untyped_storage().nbytes() for kv in bank for t in kv)
+        tokens = first["end"] + sum(k.shape[1] for k, _ in first.get("bank", {}).values())
+        record = native_record(self.settings, self.geometry(first["k"].shape[0]), tokens, resident + banked)
+        return record | {"bytes_bank": banked, "blocks_in_bank": len(first.get("bank", {}))}
 
 
 class PackedLayer:
@@ -151,6 +164,7 @@ class PackedLayer:
         self._run = run
         self._index = index
         self._ahead = 0
+        self.must_choose = False
 
     @property
     def run(self) -> CausalWanRun:
@@ -187,7 +201,7 @@ class PackedLayer:
         if self._ahead:
             raise ValueError(
                 "The sampler moved on without a clean pass at sigma 0, so the last block was never stored. "
-                "Use Sampler AR Video, or set method to off."
+                "Use World Sampler or Sampler AR Video, or set method to off."
             )
         batch, tokens, heads, width = *x.shape[:2], module.num_heads, module.head_dim
         q = apply_rope1(module.norm_q(module.q(x)).view(batch, tokens, heads, width), freqs)
@@ -209,6 +223,9 @@ class PackedLayer:
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable) -> torch.Tensor:
         """Attention over history and the block; on the clean pass the block then becomes history."""
         layer, probe = self.layer, self._run.probe
+        if self.must_choose:
+            layer.recall_similar(q, self._run.memory.blocks)
+            self.must_choose = False
         if probe is not None:
             probe.attend(self._index, q, layer.read(k, v)[0])
         out = layer.attend(q, k, v, attention)
@@ -218,9 +235,22 @@ class PackedLayer:
             return out
         if probe is not None:
             probe.commit(self._index, k)
-        layer.append(k, v, q, self._run.lengths)
+        k, v, lengths = self._thinned(k, v)
+        layer.append(k, v, q, lengths)
         self._run.cache.commit(self._index)
         return out
+
+    def _thinned(self, k: torch.Tensor, v: torch.Tensor) -> tuple:
+        """Keys, values and block lengths `[...]` of a clean pass, without the tokens that compression leaves out."""
+        lengths = self._run.lengths
+        if lengths is None or self._run.memory.keep == 1:
+            return k, v, lengths
+        parts = []
+        for keys, values in zip(k.split(lengths, 1), v.split(lengths, 1)):
+            tokens = kept_tokens(keys, self._run.frame_tokens, self._run.memory.keep)
+            parts.append((keys, values) if tokens is None else (take_tokens(keys, tokens), take_tokens(values, tokens)))
+        lengths = [keys.shape[1] for keys, _ in parts]
+        return torch.cat([keys for keys, _ in parts], 1), torch.cat([values for _, values in parts], 1), lengths
 
 
 class _OutputMetric:

@@ -19,9 +19,13 @@ import torch
 from comfy.sampler_helpers import convert_cond
 from tqdm.auto import tqdm
 
+from ...quantwm_core.memory import Bank, CameraMotion, CameraPath, MemorySettings, Pose
 from ...quantwm_core.window import RolloutSettings, Window
 from ..lingbot import window_of
 from .history import open_history
+
+# Under which a CONDITIONING says how the camera moves: turn rate, orbit, phase, as `CameraMotion`.
+CAMERA_KEY = "camera_motion"
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,16 @@ class WorldSampler(comfy.samplers.KSAMPLER):
         settings: RolloutSettings,
         prompts: Sequence[PromptChange] = (),
         on_block: Callable[[dict], None] | None = None,
+        memory: MemorySettings | None = None,
     ) -> None:
         super().__init__(self._roll_out)
+        if memory is not None and memory.retrieves and not settings.window:
+            raise ValueError(
+                "retrieval brings back what has left the window; window is 0, so nothing leaves. Set window in World "
+                "Sampler, or retrieval in World Memory to off."
+            )
         self.settings = settings
+        self.memory = memory
         self.prompts = tuple(prompts)
         self.on_block = on_block
 
@@ -91,6 +102,9 @@ class Rollout:
         self.given = self._prepare_given()
         self.window = Window(self.settings)
         self._check_one_window()
+        self.memory = sampler.memory or MemorySettings(retrieval="off")
+        self.bank = Bank(self.memory)
+        self.path = CameraPath()
         self.prompts = {change.block: self._encode(change.conditioning) for change in sampler.prompts}
         self.output = torch.zeros_like(x)
 
@@ -99,10 +113,10 @@ class Rollout:
         batch, _, frames = self.x.shape[:3]
         given = 0 if self.given is None else self.given.shape[2]
         dtype, device = self.base_model.get_dtype(), self.x.device
-        room = self.settings.room(frames, given) * self.frame_tokens
+        room = self.settings.room(frames, given, self.memory.returning) * self.frame_tokens
         self.caches = self.network.init_kv_caches(batch, room, device, dtype)
         self.text_caches = self.network.init_crossattn_caches(batch, device, dtype)
-        self.history = open_history(self.caches, self.settings, self.frame_tokens)
+        self.history = open_history(self.caches, self.memory, self.frame_tokens, device)
         original = self.guider.conds
         try:
             if given:
@@ -112,6 +126,8 @@ class Rollout:
                 self._make_block(number, slice(given, given + length))
                 given += length
                 self._report(number, len(lengths), given, frames)
+            # What had come back is in the bank as well: the run's record shall count it once.
+            self.history.recall(())
         finally:
             self.guider.conds = original
             self._transformer_options.pop("ar_state", None)
@@ -161,18 +177,20 @@ class Rollout:
         """One clean pass over all given frames; for a window they count as blocks of the usual length."""
         frames = self.given.shape[2]
         self.output[:, :, :frames] = self.given
-        lengths = self.settings.block_lengths(frames) if self.settings.window else [frames]
+        divided = self.settings.window or self.memory.keep < 1
+        lengths = self.settings.block_lengths(frames) if divided else [frames]
+        self._move_camera(frames)
         self.history.announce_clean_pass(lengths)
         self._forward(self.given, self.sigmas.new_zeros([1]), 0)
-        for length in lengths:
-            self.window.add(length)
-        self._forget_old()
+        self._remember(lengths)
 
     def _make_block(self, number: int, frames: slice) -> None:
         """Denoise the block in `frames` and store it."""
         if number + 1 in self.prompts:
             self._change_prompt(self.prompts[number + 1])
         length = frames.stop - frames.start
+        self._move_camera(length)
+        self._recall(frames.start + length // 2)
         latent = self.x[:, :, frames]
         for step, sigma in enumerate(self.sigmas[:-1]):
             denoised = self._forward(latent, sigma, frames.start)
@@ -200,8 +218,7 @@ class Rollout:
             latent = (1.0 - level) * latent + level * torch.randn_like(latent)
         self.history.announce_clean_pass([latent.shape[2]])
         self._forward(latent, self.sigmas.new_full([1], level), first_frame)
-        self.window.add(latent.shape[2])
-        self._forget_old()
+        self._remember([latent.shape[2]])
 
     def _forward(self, latent: torch.Tensor, sigma: torch.Tensor, first_frame: int) -> torch.Tensor:
         """One pass over a block behind the history; its keys and values lie behind the end afterwards."""
@@ -216,10 +233,38 @@ class Rollout:
         for cache in self.caches:
             cache["end"] -= frames * self.frame_tokens
 
-    def _forget_old(self) -> None:
+    def _remember(self, lengths: list[int]) -> None:
+        """Note blocks of so many frames that the last pass has stored, and let old ones go."""
+        self.history.add([self.window.add(length) for length in lengths])
         leaving = self.window.take_leaving()
-        if leaving:
-            self.history.retire(leaving)
+        if not leaving:
+            return
+        self.history.retire([block.number for block in leaving])
+        if self.memory.retrieves:
+            for block in leaving:
+                self.bank.add(block.number, self._pose(block.first_frame + block.frames // 2))
+            self.history.forget(self.bank.take_surplus())
+
+    def _recall(self, frame: int) -> None:
+        """Bring back what the coming block, with `frame` in its middle, may need."""
+        if self.memory.retrieval == "camera":
+            self.history.recall(self.bank.nearest(self._pose(frame)))
+        elif self.memory.retrieval == "similarity":
+            self.history.recall_similar()
+
+    def _pose(self, frame: int) -> Pose | None:
+        return self.path.pose(frame) if self.memory.retrieval == "camera" else None
+
+    def _move_camera(self, frames: int) -> None:
+        """Follow the camera of the current prompt for the coming frames."""
+        if self.memory.retrieval == "camera":
+            motion = next((c[CAMERA_KEY] for c in self.guider.conds["positive"] if CAMERA_KEY in c), None)
+            if motion is None:
+                raise ValueError(
+                    "retrieval by camera needs a prompt that says how the camera moves, as Tiny World Conditioning "
+                    "does; this one does not. Set retrieval in World Memory to similarity."
+                )
+            self.path.extend(CameraMotion(*motion), frames)
 
     def _change_prompt(self, conds: list[dict]) -> None:
         self.guider.conds = self.guider.conds | {"positive": conds}

@@ -34,43 +34,36 @@ class AttentionWindow:
             )
 
 
-class WindowCache:
-    """Keys and values `[B, S, H, D]` of one layer in full precision, with the face that the host's sampler expects.
+class WindowCache(dict):
+    """Keys and values `[B, S, H, D]` of one layer in full precision: `k`, `v` and `end`, as in the host's own cache.
 
     `end` counts the tokens held; lowering it forgets the newest. Storage is made at the first write, because only then
     is known how long the window is, and in what type keys are computed (not that of the weights, where these are fp8).
     """
 
     def __init__(self, max_tokens: int, batch: int, heads: int, head_dim: int, device, dtype: torch.dtype) -> None:
-        self.tensors = {side: torch.zeros(batch, 0, heads, head_dim, device=device, dtype=dtype) for side in "kv"}
-        self.end = 0
+        nothing = torch.zeros(batch, 0, heads, head_dim, device=device, dtype=dtype)
+        super().__init__(k=nothing, v=nothing, end=0)
         self._capacity = max_tokens
-
-    def __getitem__(self, name: str):
-        return self.end if name == "end" else self.tensors[name]
-
-    def __setitem__(self, name: str, value: int) -> None:
-        if name != "end":
-            raise KeyError(f"only `end` of a cache can be set; got {name!r}.")
-        self.end = value
 
     def make_room(self, tokens: int, window: int, sink: int) -> None:
         """Forget the oldest tokens behind the first `sink`, so that `tokens` more make `window` at the most."""
         self._capacity = min(self._capacity, window)
-        surplus = self.end + tokens - window
+        end = self["end"]
+        surplus = end + tokens - window
         if surplus <= 0:
             return
-        for tensor in self.tensors.values():
-            tensor[:, sink : self.end - surplus] = tensor[:, sink + surplus : self.end].clone()
-        self.end -= surplus
+        for tensor in (self["k"], self["v"]):
+            tensor[:, sink : end - surplus] = tensor[:, sink + surplus : end].clone()
+        self["end"] = end - surplus
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a block and return everything held: keys and values `[B, end, H, D]`."""
-        if not self.tensors["k"].shape[1]:
+        if not self["k"].shape[1]:
             batch, _, heads, head_dim = k.shape
-            self.tensors = {side: k.new_zeros(batch, self._capacity, heads, head_dim) for side in "kv"}
-        end = self.end + k.shape[1]
-        self.tensors["k"][:, self.end : end] = k
-        self.tensors["v"][:, self.end : end] = v
-        self.end = end
-        return self.tensors["k"][:, :end], self.tensors["v"][:, :end]
+            self.update({side: k.new_zeros(batch, self._capacity, heads, head_dim) for side in "kv"})
+        start, end = self["end"], self["end"] + k.shape[1]
+        self["k"][:, start:end] = k
+        self["v"][:, start:end] = v
+        self["end"] = end
+        return self["k"][:, :end], self["v"][:, :end]
