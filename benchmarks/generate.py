@@ -1,8 +1,10 @@
 """Whole generations in the real ComfyUI: time, peak memory and resident cache against the host without this pack.
 
-    python -m benchmarks.generate [--json FILE] [--quick] [--blocks N ...] [--methods NAME ...] [--profile FOLDER]
+    python -m benchmarks.generate [--json FILE] [--quick] [--model NAME] [--blocks N ...] [--methods NAME ...]
+                                  [--runs N] [--profile FOLDER]
 
-Causal-Forcing's shape with random weights, 93 frames of 832 x 480, 4 steps. Rows of one block size belong together:
+Random weights in the shape of Causal-Forcing (93 frames of 832 x 480, 4 steps) or of LingBot-World v2 1.3B (189 frames,
+so that its window rolls from the fifth block of 12 on). Rows of one block size belong together:
 
     native           the host alone
     native, cudnn    the host alone with torch's attention limited to cuDNN, the most that a faster attention can bring
@@ -23,12 +25,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch.nn.attention import SDPBackend
 
+from . import random_lingbot, random_wan
 from .bare_pack import bare_module
-from .random_wan import CAUSAL_FORCING, SMALL, WanShape, load, sample
+from .random_wan import WanShape
 from .report import parser, print_table, write_json
 
 COLUMNS = (
@@ -37,6 +41,22 @@ COLUMNS = (
 ).split()
 STEPS = 4
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure: where it comes from, its shape, a small one for CPUs, and the blocks it is sampled in."""
+
+    source: ModuleType
+    shape: WanShape
+    small: WanShape
+    blocks: tuple[int, ...]
+
+
+SUBJECTS = {
+    "causal-forcing": Subject(random_wan, random_wan.CAUSAL_FORCING, random_wan.SMALL, (3, 1)),
+    "lingbot-v2-1.3b": Subject(random_lingbot, random_lingbot.LINGBOT, random_lingbot.SMALL, (4,)),
+}
 
 
 @dataclass(frozen=True)
@@ -90,13 +110,15 @@ def attach(variant: Variant, model):
     return bare_module("world_models").attach(model, settings)
 
 
-def measure(variant: Variant, model, shape: WanShape, block: int, device: torch.device, runs: int) -> dict:
+def measure(
+    variant: Variant, subject: Subject, model, shape: WanShape, block: int, device: torch.device, runs: int
+) -> dict:
     """One row, without its ratios, from `runs` timed runs."""
     model, handle = attach(variant, model)
     seconds, peaks, latents = [], [], []
     with variant.around():
         for _ in range(1 + (1 if variant.once else runs)):
-            latent, elapsed, peak = timed(partial(sample, model, shape, block, STEPS), device)
+            latent, elapsed, peak = timed(partial(subject.source.sample, model, shape, block, STEPS), device)
             latents.append(latent)
             seconds.append(elapsed)
             peaks.append(peak)
@@ -141,8 +163,9 @@ def timed(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.
 
 
 def native_bytes(shape: WanShape) -> int:
-    """The host's cache: keys and values of all tokens of the run in bf16."""
-    tokens = shape.frames * (shape.height // 2) * (shape.width // 2)
+    """The cache without packing: keys and values of all tokens that it holds in bf16."""
+    frames = min(shape.frames, shape.window or shape.frames)
+    tokens = frames * (shape.height // 2) * (shape.width // 2)
     return 4 * shape.layers * shape.dim * tokens
 
 
@@ -150,12 +173,12 @@ def _resident(record: dict) -> int:
     return record["bytes_packed"] + record["bytes_unpacked"] + record["bytes_state"]
 
 
-def profile(variant: Variant, model, shape: WanShape, block: int, folder: Path) -> None:
+def profile(variant: Variant, subject: Subject, model, shape: WanShape, block: int, folder: Path) -> None:
     """Write where the GPU's time of one run goes, by kernel, to a text file."""
     model, _ = attach(variant, model)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with variant.around(), torch.profiler.profile(activities=activities) as profiler:
-        sample(model, shape, block, STEPS)
+        subject.source.sample(model, shape, block, STEPS)
         torch.cuda.synchronize()
     averages = profiler.key_averages()
     orders = ("self_device_time_total", "self_cpu_time_total")
@@ -168,23 +191,25 @@ def profile(variant: Variant, model, shape: WanShape, block: int, folder: Path) 
 def main() -> None:
     """Run the benchmark; see the module's text."""
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--blocks", nargs="+", type=int, default=[3, 1], metavar="N", help="latent frames of a block")
+    options.add_argument("--model", choices=list(SUBJECTS), default=next(iter(SUBJECTS)), help="whose shape")
+    options.add_argument("--blocks", nargs="+", type=int, metavar="N", help="latent frames of a block")
     options.add_argument("--methods", nargs="+", metavar="NAME", help="only these methods, and native")
     options.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of a row")
     options.add_argument("--profile", type=Path, metavar="FOLDER", help="also profile runs of quantwm")
     arguments = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device.type == "cuda"
-    shape = SMALL if arguments.quick or not gpu else CAUSAL_FORCING
-    model = load(shape, device)
+    subject = SUBJECTS[arguments.model]
+    shape = subject.small if arguments.quick or not gpu else subject.shape
+    model = subject.source.load(shape, device)
     bare_module("kernels")
     rows: list[dict] = []
-    for block in arguments.blocks:
+    for block in arguments.blocks or subject.blocks:
         native = None
         for variant in variants(gpu):
             if variant.method not in ("native", *(arguments.methods or [variant.method])):
                 continue
-            row = measure(variant, model, shape, block, device, arguments.runs)
+            row = measure(variant, subject, model, shape, block, device, arguments.runs)
             native = native or row
             row["ratio_to_native"] = row["seconds"] / native["seconds"]
             if gpu:
@@ -192,7 +217,7 @@ def main() -> None:
             rows.append(row)
             print_table(rows[-1:], COLUMNS)
             if arguments.profile and gpu and not variant.once and variant.method == "quantwm":
-                profile(variant, model, shape, block, arguments.profile)
+                profile(variant, subject, model, shape, block, arguments.profile)
             # Row by row: what was measured survives a run that is cut short.
             write_json(arguments.json, "benchmarks.generate", rows)
     print()

@@ -24,7 +24,7 @@ COLUMNS = "geometry layout tokens bits_per_element gib_bf16 gib_packed ratio_pac
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's cache at the end of a run: blocks of tokens as the model commits them."""
+    """A model's cache at the end of a run: blocks of tokens as the model commits them, in a window where it rolls."""
 
     name: str
     layers: int
@@ -32,10 +32,12 @@ class Geometry:
     head_dim: int
     blocks: tuple[int, ...]
     paper_span_blocks: int
+    window: int = 0
+    sink: int = 0
 
     @property
     def tokens(self) -> int:
-        return sum(self.blocks)
+        return min(sum(self.blocks), self.window or sum(self.blocks))
 
 
 # Shapes: the models' public configurations. Paper spans: its own where stated (LongCat: one span; 7,040 tokens at
@@ -44,6 +46,7 @@ GEOMETRIES = (
     Geometry("longcat-480p", 48, 32, 128, (19 * 1560,), 1),
     Geometry("causal-forcing-480p", 30, 12, 128, (3 * 1560,) * 8, 2),
     Geometry("lingbot-v2-480p", 40, 40, 128, (4 * 1560,) * 4 + (2 * 1560,), 1),
+    Geometry("lingbot-v2-480p-rolling", 40, 40, 128, (4 * 1560,) * 12, 1, window=18 * 1560, sink=6 * 1560),
     Geometry("hy-5b-720p", 30, 24, 256, (4 * 880,) * 4, 2),
     Geometry("matrix-game-2", 30, 12, 128, (3 * 880,) * 8, 4),
 )
@@ -81,6 +84,8 @@ def measure(geometry: Geometry, layout: str, settings: CacheSettings, heads: int
         # A prefilled cache is one span; the paper's budget counts its correction, so queries were known before it.
         layer.state.earlier.add(second_moment(structured(2048, heads, geometry.head_dim, generator)))
     for tokens in geometry.blocks:
+        if geometry.window and layer.committed + tokens > geometry.window:
+            layer.evict(geometry.sink, layer.committed + tokens - geometry.window)
         k, v = (structured(tokens, heads, geometry.head_dim, generator) for _ in range(2))
         queries = structured(min(tokens, 2048), heads, geometry.head_dim, generator)
         layer.append(k, v, queries)

@@ -13,7 +13,10 @@ from .host import start_host
 
 @dataclass(frozen=True)
 class WanShape:
-    """A checkpoint's shape and the run it is measured on: a latent grid of `frames` x `height` x `width`."""
+    """A checkpoint's shape and the run it is measured on: a latent grid of `frames` x `height` x `width`.
+
+    window: most latent frames that the cache ever holds, where the model rolls it (0: all of them).
+    """
 
     name: str
     dim: int
@@ -25,6 +28,7 @@ class WanShape:
     frames: int
     height: int
     width: int
+    window: int = 0
 
     @property
     def video_frames(self) -> int:

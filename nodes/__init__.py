@@ -4,8 +4,10 @@ from comfy_api.latest import ComfyExtension, io
 
 from .apply import QuantWMApply
 from .cache_stats import QuantWMCacheStats
+from .camera_path import QuantWMCameraPath
 from .compare import QuantWMCompare
 from .kv_cache import QuantWMKVCache
+from .lingbot_conditioning import QuantWMLingBotConditioning
 from .load_world_model import QuantWMLoadWorldModel
 from .memory import QuantWMMemory
 from .prompt_change import QuantWMPromptChange
@@ -26,6 +28,8 @@ NODES: list[type[io.ComfyNode]] = [
     QuantWMWorldSampler,
     QuantWMPromptChange,
     QuantWMMemory,
+    QuantWMCameraPath,
+    QuantWMLingBotConditioning,
 ]
 
 

@@ -34,8 +34,8 @@ class QuantWMApply(io.ComfyNode):
                 io.Model.Input(
                     "model",
                     tooltip=(
-                        "An autoregressive world model: Causal-Forcing, Self-Forcing and the like, sampled "
-                        "by World Sampler or Sampler AR Video. Other models are refused here."
+                        "An autoregressive world model: Causal-Forcing, Self-Forcing and the like, or LingBot-World, "
+                        "sampled by World Sampler or Sampler AR Video. Other models are refused here."
                     ),
                 ),
                 SettingsSocket.Input(

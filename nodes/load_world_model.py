@@ -6,7 +6,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..world_models import tiny_world
-from ..world_models.loading import WEIGHT_DTYPES, load_world_model
+from ..world_models.loading import WEIGHT_DTYPES, load_world_model, one_of_each
 from .sockets import CATEGORY
 
 BUILT_IN = "tiny world (built in)"
@@ -20,25 +20,28 @@ class QuantWMLoadWorldModel(io.ComfyNode):
             display_name="Load World Model",
             category=CATEGORY,
             description=(
-                "Loads an autoregressive Wan model (Causal-Forcing, Self-Forcing, LongLive and the like): "
-                "safetensors with or without the causal marker that the stock loader needs, and the authors' "
-                "own .pt files. A Wan 2.1 text-to-video file always loads as autoregressive here."
+                "Loads an autoregressive Wan model (Causal-Forcing, Self-Forcing, LongLive and the like) or "
+                "LingBot-World: safetensors in one file or in parts, with or without the causal marker that the "
+                "stock loader needs, and the authors' own .pt files. A Wan 2.1 text-to-video file always loads as "
+                "autoregressive here."
             ),
             search_aliases=[
                 "causal forcing",
                 "self forcing",
                 "longlive",
+                "lingbot",
                 "load diffusion model",
                 "autoregressive wan",
             ],
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=[BUILT_IN, *folder_paths.get_filename_list("diffusion_models")],
+                    options=[BUILT_IN, *one_of_each(folder_paths.get_filename_list("diffusion_models"))],
                     default=BUILT_IN,
                     tooltip=(
                         "A file in models/diffusion_models, or the small world that comes with this pack "
-                        "(default): it needs no download and runs on any machine."
+                        "(default): it needs no download and runs on any machine. Of a checkpoint in parts the "
+                        "first is listed; all are loaded."
                     ),
                 ),
                 io.Combo.Input(

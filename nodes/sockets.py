@@ -7,4 +7,5 @@ CATEGORY = "QuantWM"
 SettingsSocket = io.Custom("QUANTWM_SETTINGS")
 CacheSocket = io.Custom("QUANTWM_CACHE")
 PromptsSocket = io.Custom("QUANTWM_PROMPTS")
+CameraSocket = io.Custom("QUANTWM_CAMERA")
 MemorySocket = io.Custom("QUANTWM_MEMORY")

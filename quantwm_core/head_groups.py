@@ -115,6 +115,11 @@ class HeadGroups:
         for cache in self.caches:
             cache.rewind(tokens)
 
+    def evict(self, start: int, tokens: int) -> None:
+        """See `LayerCache.evict`."""
+        for cache in self.caches:
+            cache.evict(start, tokens)
+
     def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:
         """See `LayerCache.retire`."""
         for cache in self.caches:

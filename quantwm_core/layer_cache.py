@@ -65,6 +65,22 @@ class Entry:
             if last > surplus:
                 self.lengths.append(last - surplus)
 
+    def without(self, start: int, stop: int) -> list[Entry]:
+        """What is left without the tokens from `start` to `stop`: nothing, one entry, or two."""
+        left = []
+        if start > 0:
+            before = Entry(self.stored, list(self.lengths), self.first, self.continues)
+            before.shorten(self.stored.narrow(start))
+            left.append(before)
+        if stop < self.stored.tokens:
+            lengths, cut = list(self.lengths), stop
+            while cut >= lengths[0]:
+                cut -= lengths.pop(0)
+            first = self.first + len(self.lengths) - len(lengths)
+            lengths[0] -= cut
+            left.append(Entry(self.stored.tail(stop), lengths, first, cut > 0 or (stop == 0 and self.continues)))
+        return left
+
 
 class LayerCache:
     """History of one layer. Positions are plain ints, so that nothing here has to ask the device for them.
@@ -219,6 +235,25 @@ class LayerCache:
         if not stored and before:
             self.packer.forget()
         self.state.tokens = min(self.state.tokens, self.committed)
+        self._recount()
+
+    def evict(self, start: int, tokens: int) -> None:
+        """Drop `tokens` tokens of the history within reach, counted from its token `start`, be it inside of blocks.
+
+        Raises:
+            ValueError: when the history ends before them.
+        """
+        stop = start + tokens
+        if not 0 <= start <= stop <= self.committed:
+            raise ValueError(f"evict takes tokens of the {self.committed} in reach; got those from {start} to {stop}.")
+        blocks, kept, begin = self.blocks, [], 0
+        for entry in self.entries:
+            end = begin + entry.stored.tokens
+            first, last = max(start, begin), min(stop, end)
+            kept += entry.without(first - begin, last - begin) if first < last else [entry]
+            begin = end
+        self.entries = kept
+        self._retired += blocks - self.blocks
         self._recount()
 
     def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:

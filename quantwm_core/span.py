@@ -43,6 +43,7 @@ class PackedSpan:
     """Tensors `[B, H, S, ...]` (per token) or `[B, H, ...]` (per span) plus the plain numbers needed to read them.
 
     Tensors may be shared between spans (a codebook or basis learned once); accounting counts each storage once.
+    phase: where in its group of tokens the first token lies, once the tokens before it have been cut off.
     """
 
     method: str
@@ -55,6 +56,7 @@ class PackedSpan:
     rank: int
     dtype: torch.dtype
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    phase: int = 0
     # Spans of other layers that lie in the same storages, this one included; each is billed its part.
     shares: int = 1
 
@@ -76,22 +78,29 @@ class PackedSpan:
 
     def narrow(self, tokens: int) -> PackedSpan:
         """The first `tokens` tokens, in storage of their own, so that the rest is really freed."""
-        groups = -(-tokens // self.group_size)
+        return self._cut(slice(tokens), slice(-(-(self.phase + tokens) // self.group_size)), self.phase)
 
+    def tail(self, start: int) -> PackedSpan:
+        """All tokens from `start` on, in storage of their own."""
+        group, phase = divmod(self.phase + start, self.group_size)
+        return self._cut(slice(start, None), slice(group, None), phase)
+
+    def _cut(self, tokens: slice, groups: slice, phase: int) -> PackedSpan:
         def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if name in PER_TOKEN:
-                return tensor[:, :, :tokens].clone()
+                return tensor[:, :, tokens].clone()
             if name in PER_TOKEN_GROUP:
-                return tensor[:, :, :groups].clone()
+                return tensor[:, :, groups].clone()
             if name in RAW_SIDES:
-                return tensor[:, :tokens].clone()
+                return tensor[:, tokens].clone()
             return tensor if self.shares == 1 else tensor.clone()
 
-        return replace(self, tokens=tokens, shares=1, tensors={n: cut(n, t) for n, t in self.tensors.items()})
+        tensors = {name: cut(name, tensor) for name, tensor in self.tensors.items()}
+        return replace(self, tokens=len(range(self.tokens)[tokens]), tensors=tensors, phase=phase, shares=1)
 
     def to_savable(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Contiguous tensors and string metadata, ready for `safetensors.torch.save_file`."""
-        numbers = ("method", "tokens", "heads", "head_dim", "key_bits", "value_bits", "group_size", "rank")
+        numbers = ("method", "tokens", "heads", "head_dim", "key_bits", "value_bits", "group_size", "rank", "phase")
         metadata = {name: str(getattr(self, name)) for name in numbers}
         metadata["dtype"] = str(self.dtype).removeprefix("torch.")
         return {n: t.contiguous().clone() for n, t in self.tensors.items()}, metadata
@@ -118,6 +127,9 @@ class RawBlock:
 
     def narrow(self, tokens: int) -> RawBlock:
         return RawBlock(self.k[:, :tokens].clone(), self.v[:, :tokens].clone(), self.moment)
+
+    def tail(self, start: int) -> RawBlock:
+        return RawBlock(self.k[:, start:].clone(), self.v[:, start:].clone(), self.moment)
 
 
 def shares_of(piece: RawBlock | PackedSpan) -> int:

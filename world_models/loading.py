@@ -6,11 +6,15 @@ import importlib.util
 import json
 import logging
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import comfy.sd
 import comfy.utils
 import torch
+
+from . import lingbot
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +35,17 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 ANCHOR = "head.modulation"
 HEAD_DIM = 128
 
+# Large checkpoints are published in parts: name-00001-of-00007.safetensors.
+SHARD = re.compile(r"(?P<name>.*)-(?P<part>\d+)-of-(?P<parts>\d+)(?P<suffix>\.safetensors)")
+
 
 def load_world_model(path: str, weight_dtype: str = "default", disable_dynamic: bool = False):
     """MODEL of the autoregressive Wan checkpoint at `path`.
 
-    Reads safetensors with or without the causal marker in the metadata, and `.pt` files that hold the
-    weights under `generator` or `generator_ema` (the latter is preferred), bare or wrapped by FSDP. Pickles
-    are read with `weights_only`, so a file cannot run code. `disable_dynamic` is what ComfyUI passes when it
-    reloads a model for a second GPU.
+    Reads safetensors with or without the causal marker in the metadata, also in parts (`path` is any of them), and
+    `.pt` files that hold the weights under `generator` or `generator_ema` (the latter is preferred), bare or wrapped
+    by FSDP. Pickles are read with `weights_only`, so a file cannot run code. LingBot-World is told by its camera
+    layers. `disable_dynamic` is what ComfyUI passes when it reloads a model for a second GPU.
 
     Raises ValueError naming what was found when the file holds anything else, RuntimeError when this ComfyUI
     has no autoregressive Wan.
@@ -48,13 +55,18 @@ def load_world_model(path: str, weight_dtype: str = "default", disable_dynamic: 
     weights = _generator(stored, path)
     metadata = _causal_metadata(weights, metadata, path)
     options = dict(WEIGHT_DTYPES[weight_dtype])
-    model = comfy.sd.load_diffusion_model_state_dict(
-        weights, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
-    )
+    if lingbot.is_lingbot(weights):
+        lingbot.check_weights(weights, path)
+        model = lingbot.build(weights, metadata, options, disable_dynamic)
+    else:
+        model = comfy.sd.load_diffusion_model_state_dict(
+            weights, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+        )
     if model is None or not hasattr(model.model.diffusion_model, "init_kv_caches"):
         raise ValueError(
             f"{path} looks like Wan, but ComfyUI does not load it as an autoregressive model. "
-            f"{_contents(weights)} Use a text-to-video checkpoint such as Causal-Forcing or Self-Forcing."
+            f"{_contents(weights)} Use a text-to-video checkpoint such as Causal-Forcing or Self-Forcing, or "
+            "LingBot-World."
         )
     model.cached_patcher_init = (load_world_model, (path, weight_dtype))
     return model
@@ -69,7 +81,46 @@ def _require_autoregressive_host() -> None:
         )
 
 
+def one_of_each(names: list[str]) -> list[str]:
+    """The names of checkpoints: of one that lies in parts, the first part's only."""
+    parts = {name: SHARD.fullmatch(name) for name in names}
+    return [name for name, shard in parts.items() if shard is None or int(shard["part"]) == 1]
+
+
+def _parts(path: str) -> list[str]:
+    """All files of the checkpoint that `path` belongs to."""
+    shard = SHARD.fullmatch(path)
+    if shard is None:
+        return [path]
+    digits = len(shard["part"])
+    count = f"-of-{shard['parts']}{shard['suffix']}"
+    files = [f"{shard['name']}-{part:0{digits}d}{count}" for part in range(1, int(shard["parts"]) + 1)]
+    missing = [Path(file).name for file in files if not Path(file).is_file()]
+    if missing:
+        raise ValueError(
+            f"{path} is one of {len(files)} parts, and {len(missing)} of them are missing: {', '.join(missing[:4])}"
+            f"{', ...' if len(missing) > 4 else ''}. Download them into the same folder."
+        )
+    return files
+
+
 def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Everything stored in the file or its parts, and the metadata; sizes from the folder's config.json join it."""
+    stored, metadata = {}, {}
+    files = _parts(path)
+    for file in files:
+        part, found = _read_file(file)
+        stored |= part
+        metadata |= found
+    settings = Path(path).with_name("config.json")
+    if len(files) > 1 and settings.is_file() and "config" not in metadata:
+        heads = json.loads(settings.read_text()).get("num_heads")
+        if heads:
+            metadata["config"] = json.dumps({"transformer": {"num_heads": heads}})
+    return stored, metadata
+
+
+def _read_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         stored, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
     except pickle.UnpicklingError as error:

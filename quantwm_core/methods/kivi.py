@@ -49,8 +49,9 @@ class KIVI:
         keys, values = flat.get("k_raw"), flat.get("v_raw")
         if keys is None:
             codes = unpack_bits(flat["k_codes"], span.key_bits, span.head_dim).transpose(1, 2)
+            codes = torch.nn.functional.pad(codes, (span.phase, 0))
             step, low = (flat[name].transpose(1, 2) for name in ("k_group_scales", "k_group_zeros"))
-            decoded = minmax_dequantize(codes, step, low, GROUP).transpose(1, 2)
+            decoded = minmax_dequantize(codes, step, low, GROUP)[..., span.phase :].transpose(1, 2)
             keys = from_heads(decoded, span.batch, span.dtype)
         if values is None:
             codes = unpack_bits(flat["v_codes"], span.value_bits, span.head_dim)
@@ -61,7 +62,7 @@ class KIVI:
     def key_steps(self, span: PackedSpan) -> list[KeySteps]:
         """One level a token group, with a step of its own for every channel."""
         levels = span.by_head()["k_group_scales"].float()
-        group = torch.arange(span.tokens, device=levels.device) // GROUP
+        group = (span.phase + torch.arange(span.tokens, device=levels.device)) // GROUP
         return [KeySteps(levels, group.view(1, -1, 1).expand(len(levels), -1, -1), 1)]
 
 

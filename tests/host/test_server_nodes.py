@@ -19,6 +19,8 @@ NODE_IDS = {
     "QuantWMTinyWorldConditioning",
     "QuantWMTinyWorldSeed",
     "QuantWMCompare",
+    "QuantWMCameraPath",
+    "QuantWMLingBotConditioning",
     "QuantWMWorldSampler",
     "QuantWMPromptChange",
     "QuantWMMemory",

@@ -40,6 +40,20 @@ INPUTS = {
     "QuantWMMemory": ["retrieval", "blocks", "bank_blocks", "keep", "bank_device"],
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
+INPUTS |= {
+    "QuantWMCameraPath": ["motion", "length", "distance", "angle", "fov", "actions", "keyframes", "folder"],
+    "QuantWMLingBotConditioning": [
+        "positive",
+        "vae",
+        "start_image",
+        "camera",
+        "version",
+        "width",
+        "height",
+        "window",
+        "sink",
+    ],
+}
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
     "QuantWMApply": ["MODEL", "QUANTWM_CACHE"],
@@ -52,6 +66,10 @@ OUTPUTS = {
     "QuantWMWorldSampler": ["SAMPLER"],
     "QuantWMPromptChange": ["QUANTWM_PROMPTS"],
     "QuantWMMemory": ["QUANTWM_MEMORY"],
+}
+OUTPUTS |= {
+    "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
+    "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
 }
 NAMES = {
     "QuantWMKVCache": "QuantWM KV Cache",
@@ -66,11 +84,16 @@ NAMES = {
     "QuantWMPromptChange": "Prompt Change",
     "QuantWMMemory": "World Memory",
 }
+NAMES |= {
+    "QuantWMCameraPath": "Camera Path",
+    "QuantWMLingBotConditioning": "LingBot Conditioning",
+}
 KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", ""]
 ADVANCED = {
     "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
     "QuantWMLoadWorldModel": ["weight_dtype"],
     "QuantWMWorldSampler": ["context_noise"],
+    "QuantWMLingBotConditioning": ["window", "sink"],
     "QuantWMMemory": ["bank_device"],
 }
 

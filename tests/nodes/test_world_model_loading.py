@@ -159,6 +159,96 @@ def test_image_conditioned_wan(loading, tmp_path):
         loading.load_world_model(str(path))
 
 
+def lingbot_weights(dim: int = 256) -> dict[str, torch.Tensor]:
+    """State dictionary of a two-layer LingBot-World with random bf16 weights."""
+    import comfy.ops
+
+    network = importlib.import_module("quantwm_pack.world_models.lingbot.network")
+    sizes = {"dim": dim, "ffn_dim": 64, "num_heads": 2, "num_layers": 2, "text_dim": TEXT_DIM, "in_dim": 36}
+    operations = comfy.ops.disable_weight_init
+    made = network.LingBotModel(**sizes, dtype=torch.bfloat16, device="meta", operations=operations)
+    generator = torch.Generator().manual_seed(0)
+    return {
+        key: (torch.randn(value.shape, generator=generator) * 0.05).to(torch.bfloat16)
+        for key, value in made.state_dict().items()
+    }
+
+
+def save_in_parts(weights: dict[str, torch.Tensor], folder, parts: int = 3) -> list:
+    files = [folder / f"diffusion_pytorch_model-{i + 1:05d}-of-{parts:05d}.safetensors" for i in range(parts)]
+    names = list(weights)
+    for i, file in enumerate(files):
+        save_file({name: weights[name] for name in names[i::parts]}, file)
+    return files
+
+
+def assert_lingbot(model, weights: dict[str, torch.Tensor]) -> None:
+    network = model.model.diffusion_model
+    assert type(network).__name__ == "LingBotModel" and type(model.model).__name__ == "LingBotWorld"
+    assert network.num_heads == 2 and len(network.blocks) == 2
+    loaded = network.state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[key].to(weights[key].dtype), weights[key]) for key in weights)
+
+
+def test_lingbot_in_one_file(loading, tmp_path):
+    weights = lingbot_weights()
+    path = tmp_path / "lingbot.safetensors"
+    save_file({f"model.{key}": value for key, value in weights.items()}, path)
+    model = loading.load_world_model(str(path))
+    assert_lingbot(model, weights)
+    reload, arguments = model.cached_patcher_init
+    assert_lingbot(reload(*arguments, disable_dynamic=True), weights)
+
+
+@pytest.mark.parametrize("part", [0, 2])
+def test_lingbot_in_parts_whichever_is_chosen(loading, tmp_path, part):
+    weights = lingbot_weights(dim=96)
+    files = save_in_parts(weights, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "WanModelFast", "num_heads": 2}))
+    assert_lingbot(loading.load_world_model(str(files[part])), weights)
+
+
+def test_a_missing_part_is_named(loading, tmp_path):
+    files = save_in_parts(lingbot_weights(), tmp_path)
+    files[1].unlink()
+    with pytest.raises(ValueError, match=r"one of 3 parts, and 1 of them are missing: .*00002-of-00003"):
+        loading.load_world_model(str(files[0]))
+
+
+def test_parts_are_listed_once(loading):
+    names = ["a.safetensors", "b/m-00001-of-00002.safetensors", "b/m-00002-of-00002.safetensors", "c.pt"]
+    assert loading.one_of_each(names) == [names[0], names[1], names[3]]
+
+
+@pytest.mark.parametrize(
+    "layer", ["patch_embedding_wancamctrl.weight", "blocks.1.cam_shift_layer.bias", "c2ws_hidden_states_layer2.weight"]
+)
+def test_lingbot_without_a_camera_layer(loading, tmp_path, layer):
+    weights = lingbot_weights()
+    del weights[layer]
+    path = tmp_path / "incomplete.safetensors"
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=rf"1 of 22 weights of its camera layers are missing: {layer}"):
+        loading.load_world_model(str(path))
+
+
+def test_lingbot_without_any_camera_layer(loading, tmp_path):
+    weights = {key: value for key, value in lingbot_weights().items() if "cam" not in key and "c2ws" not in key}
+    path = tmp_path / "plain_i2v.safetensors"
+    save_file(weights, path)
+    with pytest.raises(ValueError, match="22 of 22 weights of its camera layers are missing.*Load Diffusion Model"):
+        loading.load_world_model(str(path))
+
+
+def test_lingbot_that_takes_key_presses(loading, tmp_path):
+    weights = lingbot_weights() | {"patch_embedding_wancamctrl.weight": torch.zeros(256, 1792)}
+    path = tmp_path / "act.safetensors"
+    save_file(weights, path)
+    with pytest.raises(ValueError, match="takes 1792 camera numbers a token; camera rays are 1536.*act variants"):
+        loading.load_world_model(str(path))
+
+
 def test_host_without_autoregressive_wan(loading, tmp_path, monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"ComfyUI 0\.\d+\.\d+ cannot sample autoregressive.*Update ComfyUI"):

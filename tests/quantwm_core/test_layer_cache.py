@@ -245,3 +245,43 @@ def test_a_basis_is_learned_again_only_when_the_history_has_doubled():
         layer.commit()
     bases = [entry.stored.tensors["k_psac_u"].data_ptr() for entry in layer.entries]
     assert [i for i in range(1, 9) if bases[i] != bases[i - 1]] == [2, 6]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"key_bits": 16}, {"span_blocks": 2}, {"keep_first_blocks": 9}, {"method": "kivi"}, {"method": "qvg"}],
+    ids=str,
+)
+def test_tokens_leave_from_inside_of_blocks(settings):
+    """A window that rolls by single frames: what stays is what was there, and the rest takes no room."""
+    layer = layer_cache(**settings)
+    # `kivi` keeps its newest 128 tokens, and rounds keys in groups of 32 tokens: the cuts are in the middle of them.
+    unit = 10 if settings.get("method") == "kivi" else 1
+    for block in range(4):
+        layer.append(*(normal(2, 10 * unit, 2, 64, seed=3 * block + i) for i in range(3)))
+        layer.commit()
+    first, rest = 6 * unit, 23 * unit  # the end of the first block, the second, and the beginning of the third
+    whole, bytes_before = layer.read(), sum(layer.usage().values())
+    layer.evict(first, rest - first)
+    layer.evict(first, unit)
+    for before, left in zip(whole, layer.read()):
+        # Products of other shapes may round differently.
+        expected = torch.cat((before[:, :first], before[:, rest + unit :]), dim=1)
+        torch.testing.assert_close(left, expected, rtol=0, atol=1e-6)
+    assert (layer.committed, layer.end, layer.blocks) == (22 * unit, 22 * unit, 4)
+    assert sum(layer.usage().values()) < bytes_before
+    layer.append(*(normal(2, 10 * unit, 2, 64, seed=40 + i) for i in range(3)))
+    layer.commit()
+    assert (layer.committed, layer.blocks) == (32 * unit, 5)
+    layer.rewind(12 * unit)
+    assert (layer.committed, layer.blocks) == (20 * unit, 4)
+
+
+def test_evict_takes_only_what_is_there():
+    layer = layer_cache()
+    layer.append(*(normal(1, 12, 1, 64),) * 3)
+    layer.commit()
+    with pytest.raises(ValueError, match="the 12 in reach; got those from 5 to 13"):
+        layer.evict(5, 8)
+    layer.evict(0, 12)
+    assert (layer.committed, layer.blocks, layer.entries) == (0, 1, [])

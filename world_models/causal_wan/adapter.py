@@ -23,6 +23,7 @@ from ...quantwm_core.methods import Method
 from ...quantwm_core.overrides import check_overrides
 from ...quantwm_core.probe import LogitProbe
 from ...quantwm_core.window import RolloutSettings
+from ..lingbot import AttentionWindow, window_of
 from .run import CausalWanRun, PackedLayer
 from .sampler import WorldSampler, given_latent
 
@@ -129,10 +130,10 @@ class CausalWanAdapter:
     def prepare_sampling(self, executor, model, noise_shape, conds, *args, **kwargs):
         """Ask the host for the memory the cache will take: it estimates from the latent's shape and knows no cache."""
         if self.settings.compresses and len(noise_shape) == 5:
-            noise_shape = self._with_cache(model, list(noise_shape))
+            noise_shape = self._with_cache(model, list(noise_shape), window_of(conds))
         return executor(model, noise_shape, conds, *args, **kwargs)
 
-    def _with_cache(self, model, noise_shape: list[int]) -> list[int]:
+    def _with_cache(self, model, noise_shape: list[int], window: AttentionWindow | None) -> list[int]:
         """The latent shape that the host would estimate at its own need plus ours: more frames."""
         geometry = self.run.geometry(noise_shape[0])
         _, patch_height, patch_width = model.model.diffusion_model.patch_size
@@ -143,6 +144,7 @@ class CausalWanAdapter:
             # The bank is bounded in blocks or not at all.
             bank = memory.bank_blocks * self._rollout.frames_per_block or noise_shape[2]
             frames = min(noise_shape[2], frames + bank)
+        frames = min(frames, window.size) if window else frames
         tokens = frames * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
         planned = estimate_bytes(self.settings, geometry, tokens)
         native = model.model.memory_required([noise_shape[0] * 2, *noise_shape[1:]])

@@ -189,6 +189,13 @@ class PackedLayer:
             self.layer.rewind(committed - value)
         self._ahead = max(0, value - committed)
 
+    def make_room(self, tokens: int, window: int, sink: int) -> None:
+        """For a model that rolls its cache itself: forget the oldest tokens behind the first `sink`, so that `tokens`
+        more make `window` at the most."""
+        surplus = self.layer.committed + tokens - window
+        if surplus > 0:
+            self.layer.evict(sink, surplus)
+
     def forward(self, module, x: torch.Tensor, freqs: torch.Tensor, transformer_options: dict) -> torch.Tensor:
         """The host's cached self-attention of one layer, on a packed history."""
         if self._ahead:

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from ...quantwm_core.memory import Bank, CameraMotion, CameraPath, MemorySettings, Pose
 from ...quantwm_core.window import RolloutSettings, Window
+from ..lingbot import window_of
 from .history import open_history
 
 # Under which a CONDITIONING says how the camera moves: turn rate, orbit, phase, as `CameraMotion`.
@@ -100,6 +101,7 @@ class Rollout:
         self.frame_tokens = _tokens_per_frame(self.network, x)
         self.given = self._prepare_given()
         self.window = Window(self.settings)
+        self._check_one_window()
         self.memory = sampler.memory or MemorySettings(retrieval="off")
         self.bank = Bank(self.memory)
         self.path = CameraPath()
@@ -134,6 +136,15 @@ class Rollout:
     @property
     def _transformer_options(self) -> dict:
         return self.extra_args["model_options"].setdefault("transformer_options", {})
+
+    def _check_one_window(self) -> None:
+        """Raise ValueError when model and sampler would both forget, each without the other's knowledge."""
+        own = window_of(self.guider.conds)
+        if own is not None and self.settings.window:
+            raise ValueError(
+                f"LingBot Conditioning already gives a window of {own.size} latent frames; World Sampler asks for "
+                f"{self.settings.window} more. Set World Sampler's window to 0."
+            )
 
     def _prepare_given(self) -> torch.Tensor | None:
         latent = given_latent(self.extra_args["model_options"])

@@ -1,0 +1,159 @@
+"""The packed cache on LingBot-World in the real host: equality, a window that rolls, lifetime, refusals."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support import lingbot_case as case
+from support.lingbot_run import load_model, run
+
+TOKENS = case.HEIGHT * case.WIDTH // 4
+V2 = case.VERSIONS["v2"]
+LONG = replace(V2, blocks=12, poses=4 * 48 - 3)
+
+
+@pytest.fixture(scope="module")
+def model(host):
+    return load_model()
+
+
+def patched(host, model, **settings):
+    return host.world_models.attach(model, host.quantwm_core.CacheSettings(**settings))
+
+
+@pytest.mark.parametrize("version", case.VERSIONS.values(), ids=case.VERSIONS)
+@pytest.mark.parametrize("settings", [{"method": "off"}, {"key_bits": 16, "value_bits": 16}], ids=["off", "16/16"])
+def test_off_equals_the_model_without_our_patch(host, model, version, settings):
+    clone, handle = patched(host, model, **settings)
+    assert torch.equal(run(clone, version), run(model, version))
+    assert handle.record["tokens"] == TOKENS * (version.window or version.frames)
+
+
+@pytest.mark.parametrize("method", ["quantwm", "rtn"])
+def test_rolling_for_twelve_blocks(host, model, method):
+    """The window is full from the second block on, and rolls through blocks; what is stored stops growing."""
+    clone, handle = patched(host, model, method=method)
+    assert run(clone, LONG).isfinite().all()
+    assert [entry["tokens"] for entry in handle.history] == [4 * TOKENS] + [V2.window * TOKENS] * 11
+    stored = [entry["bytes_packed"] for entry in handle.history]
+    assert stored[-1] <= max(stored[2:6])
+    assert handle.record["tokens"] == V2.window * TOKENS and handle.record["blocks"] == 12
+
+
+def test_more_bits_come_closer_while_rolling(host, model):
+    native = run(model, V2)
+    errors = []
+    for bits in (2, 4, 8):
+        out = run(patched(host, model, key_bits=bits, value_bits=bits)[0], V2)
+        errors.append(float((out - native).norm() / native.norm()))
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 5e-3
+
+
+def test_the_same_keys_are_in_reach_as_without_packing(host, model):
+    """With blocks kept in full precision nothing is rounded: the packed cache has to roll exactly as the plain one."""
+    clone, handle = patched(host, model, keep_first_blocks=12)
+    torch.testing.assert_close(run(clone, V2), run(model, V2), rtol=1e-5, atol=1e-5)
+    assert handle.record["bytes_packed"] == 0
+
+
+def test_the_same_model_runs_again_cold(host, model):
+    clone, _ = patched(host, model)
+    first = run(clone, V2, seed=1)
+    assert not torch.equal(run(clone, V2, seed=2), first)
+    assert torch.equal(run(clone, V2, seed=1), first)
+
+
+def test_the_world_sampler_gives_the_same(host, model):
+    sampler = importlib.import_module("quantwm_pack.world_models.causal_wan.sampler")
+    rollout = importlib.import_module("quantwm_pack.quantwm_core.window").RolloutSettings(V2.block)
+    for each in (model, patched(host, model)[0]):
+        assert torch.equal(run(each, V2, sampler=sampler.WorldSampler(rollout)), run(each, V2))
+
+
+def test_the_world_sampler_may_not_have_a_window_of_its_own(host, model):
+    sampler = importlib.import_module("quantwm_pack.world_models.causal_wan.sampler")
+    rollout = importlib.import_module("quantwm_pack.quantwm_core.window").RolloutSettings(V2.block, window=8)
+    with pytest.raises(ValueError, match="already gives a window of 7 .*Set World Sampler's window to 0"):
+        run(model, V2, sampler=sampler.WorldSampler(rollout))
+
+
+def test_lora_reaches_the_packed_model_in_either_order(host, model):
+    """On a camera layer, which only this model has; same keys, an effect, the same result in both orders."""
+    key = "diffusion_model.blocks.0.cam_scale_layer.weight"
+    generator = torch.Generator().manual_seed(3)
+    up, down = torch.randn(256, 4, generator=generator), torch.randn(4, 256, generator=generator)
+
+    def with_lora(model):
+        clone = model.clone()
+        assert clone.add_patches({key: ("diff", (0.05 * up @ down,))}) == [key]
+        return clone
+
+    keys = set(model.model.state_dict())
+    before, after = run(patched(host, with_lora(model))[0], V2), run(with_lora(patched(host, model)[0]), V2)
+    assert torch.equal(before, after) and not torch.equal(before, run(patched(host, model)[0], V2))
+    assert set(model.model.state_dict()) == keys
+
+
+def test_a_run_after_an_interrupt_is_as_fresh(host, model):
+    import comfy.model_management as management
+
+    clone, _ = patched(host, model)
+    fresh = run(clone, V2)
+
+    def interrupt(step, *_):
+        raise management.InterruptProcessingException()
+
+    with pytest.raises(management.InterruptProcessingException):
+        run(clone, V2, callback=interrupt)
+    assert torch.equal(run(clone, V2), fresh)
+
+
+def test_planned_memory_stops_at_the_window(host, model):
+    adapter = importlib.import_module("quantwm_pack.world_models.causal_wan.adapter")
+    lingbot = host.world_models.lingbot
+    clone, _ = patched(host, model)
+    made = adapter.CausalWanAdapter(host.quantwm_core.CacheSettings(), None, None, None)
+    made.run = adapter.CausalWanRun(made.settings, model.model, made.handle, None, None, None)
+    shape = [1, 16, 480, 60, 104]
+    whole = made._with_cache(clone, list(shape), None)
+    rolling = made._with_cache(clone, list(shape), lingbot.AttentionWindow(18, 6))
+    assert whole[2] > rolling[2] >= shape[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_narrow_weights_do_not_narrow_the_cache(host, dtype):
+    model = load_model(dtype=dtype)
+    native = run(model, V2)
+    off, handle = patched(host, model, method="off")
+    assert torch.equal(run(off, V2), native)
+    width = host.quantwm_core.CacheGeometry(case.MODEL["num_layers"], case.HEADS, 128).bytes_bf16(1)
+    assert handle.record["bytes_unpacked"] >= V2.window * TOKENS * width
+    assert run(patched(host, model)[0], V2).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"concat_latent_image": None}, "starts from a picture. Connect LingBot Conditioning"),
+        ({"cfg": 5.0}, "one conditioning per step"),
+    ],
+    ids=["no picture", "guidance"],
+)
+def test_refusals(host, model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(patched(host, model)[0], V2, **changes)
+
+
+def test_a_block_that_does_not_fit_into_the_window(host, model):
+    window = host.world_models.lingbot.AttentionWindow(7, 4)
+    with pytest.raises(ValueError, match="a block of 4 latent frames needs a window of at least 8"):
+        run(patched(host, model)[0], V2, **{host.world_models.lingbot.WINDOW_KEY: window})
+
+
+def test_other_samplers_are_refused(host, model):
+    import comfy.samplers
+
+    with pytest.raises(ValueError, match="block by block. Sample it with Sampler AR Video"):
+        run(model, V2, sampler=comfy.samplers.ksampler("euler"))

@@ -1,0 +1,72 @@
+"""The small LingBot-World of `lingbot_case` in the real host: loaded and sampled as a graph would do it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from support import lingbot_case as case
+
+
+def _lingbot():
+    return importlib.import_module("quantwm_pack.world_models.lingbot")
+
+
+def load_model(dtype: torch.dtype | None = None):
+    """MODEL through the pack's loader, from the random weights of the case."""
+    import comfy.ops
+
+    network = importlib.import_module("quantwm_pack.world_models.lingbot.network")
+    operations = comfy.ops.disable_weight_init
+    made = network.LingBotModel(**case.MODEL, dtype=torch.float32, device="meta", operations=operations)
+    weights = case.weights({name: value.shape for name, value in made.state_dict().items()})
+    sizes = {"causal_ar": True, "num_heads": case.HEADS, "text_dim": case.TEXT_WIDTH, "freq_dim": 256}
+    return _lingbot().build(weights, {"config": json.dumps({"transformer": sizes})}, {"dtype": dtype} if dtype else {})
+
+
+def camera_path(version: case.Version):
+    poses = case.poses(version.poses).astype(np.float64)
+    return _lingbot().CameraPath(poses, tuple(map(float, case.intrinsics(version.poses)[0])))
+
+
+def run(
+    model,
+    version: case.Version,
+    seed: int = case.RUN_SEED,
+    cfg: float = 1.0,
+    sampler=None,
+    callback: Callable | None = None,
+    **changes,
+) -> torch.Tensor:
+    """Latents of a run through the host's guider and sampler, in the network's normalisation `[16, T, H, W]`.
+
+    `changes` replaces what the conditioning carries.
+    """
+    import comfy.samplers
+
+    lingbot, frames = _lingbot(), version.frames
+    settings = {
+        "concat_latent_image": model.model.process_latent_out(case.picture(frames)),
+        "concat_mask": 1 - case.mask(frames)[:, :1],
+        lingbot.CAMERA_KEY: lingbot.latent_camera(camera_path(version), version.poses, frames),
+        lingbot.WINDOW_KEY: lingbot.AttentionWindow(version.window, version.sink) if version.window else None,
+    } | changes
+    guider = comfy.samplers.CFGGuider(model)
+    guider.set_conds([[case.text(), settings]], [[case.text(), settings]])
+    guider.set_cfg(cfg)
+    sampler = sampler or comfy.samplers.ksampler("ar_video", {"num_frame_per_block": version.block})
+    with torch.inference_mode():
+        out = guider.sample(
+            case.noise(frames),
+            torch.zeros(1, 16, frames, case.HEIGHT, case.WIDTH),
+            sampler,
+            torch.tensor(lingbot.few_step_sigmas(version.indices)),
+            disable_pbar=True,
+            callback=callback,
+            seed=seed,
+        )
+    return model.model.process_latent_in(out)[0]

@@ -1,0 +1,28 @@
+"""LingBot-World: image to world with a camera, block by block. The host has no such model, so it is here."""
+
+from __future__ import annotations
+
+from .camera import FRAMES_PER_LATENT, CameraPath, LatentCamera, latent_camera
+from .checkpoint import check_weights, is_lingbot
+from .model import CAMERA_KEY, WINDOW_KEY, build, window_of
+from .releases import RELEASES, Release, size_for
+from .schedule import few_step_sigmas
+from .window import AttentionWindow
+
+__all__ = [
+    "CAMERA_KEY",
+    "FRAMES_PER_LATENT",
+    "RELEASES",
+    "WINDOW_KEY",
+    "AttentionWindow",
+    "CameraPath",
+    "LatentCamera",
+    "Release",
+    "build",
+    "check_weights",
+    "few_step_sigmas",
+    "is_lingbot",
+    "latent_camera",
+    "size_for",
+    "window_of",
+]

@@ -1,0 +1,111 @@
+"""LingBot-World as a ComfyUI model: its conditioning, its noise levels, and the loading of its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.conds
+import comfy.model_base
+import comfy.model_detection
+import comfy.model_management
+import comfy.model_patcher
+import comfy.supported_models
+import comfy.utils
+import torch
+from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
+
+from .network import LingBotModel
+from .schedule import LEVELS, SHIFT, denoise_levels
+from .window import AttentionWindow
+
+CAMERA_KEY = "quantwm_camera"
+WINDOW_KEY = "quantwm_window"
+
+
+class LingBotSampling(ModelSamplingDiscreteFlow, CONST):
+    """Flow matching at whole timesteps: the network is told a cut timestep, and a prediction is undone at its level."""
+
+    def set_parameters(self, shift=1.0, timesteps=LEVELS, multiplier=LEVELS) -> None:
+        super().set_parameters(shift=shift, timesteps=timesteps, multiplier=multiplier)
+        self.register_buffer("denoise_levels", torch.from_numpy(denoise_levels(shift)), persistent=False)
+
+    def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+        return (sigma * self.multiplier).floor().clamp(max=LEVELS - 1)
+
+    def calculate_denoised(self, sigma, model_output, model_input) -> torch.Tensor:
+        level = self.denoise_levels.to(sigma)[self.timestep(sigma).long()]
+        return super().calculate_denoised(torch.where(level.isnan(), sigma, level), model_output, model_input)
+
+
+class LingBotWorld(comfy.model_base.WAN21):
+    """The base model: what of a conditioning reaches the network."""
+
+    def __init__(self, model_config, device=None):
+        # The class between would fix the network.
+        super(comfy.model_base.WAN21, self).__init__(
+            model_config, comfy.model_base.ModelType.FLOW, device=device, unet_model=LingBotModel
+        )
+        self.image_to_video = False
+        self.model_sampling = LingBotSampling(model_config)
+
+    def concat_cond(self, **kwargs) -> None:
+        """Nothing joins the noise as a whole: the network takes each block's part of the picture itself."""
+
+    def extra_conds(self, **kwargs) -> dict[str, Any]:
+        """The host's, with the picture of the whole video, its camera and its window."""
+        out = super().extra_conds(**kwargs)
+        if kwargs.get("concat_latent_image") is not None:
+            out["image"] = comfy.conds.CONDRegular(super().concat_cond(**kwargs))
+        for name, key in (("camera", CAMERA_KEY), ("window", WINDOW_KEY)):
+            if kwargs.get(key) is not None:
+                out[name] = comfy.conds.CONDConstant(kwargs[key])
+        return out
+
+
+def window_of(conds: dict[str, list[dict]]) -> AttentionWindow | None:
+    """The window that a guider's conditionings carry, if any does."""
+    return next((cond[WINDOW_KEY] for group in conds.values() for cond in group if cond.get(WINDOW_KEY)), None)
+
+
+class LingBotConfig(comfy.supported_models.WAN21_CausalAR_T2V):
+    """What the host asks of a model class before it makes one."""
+
+    sampling_settings = {"shift": SHIFT}
+
+    def get_model(self, state_dict, prefix="", device=None) -> LingBotWorld:
+        return LingBotWorld(self, device=device)
+
+
+def build(weights: dict[str, torch.Tensor], metadata: dict[str, str], options: dict, disable_dynamic: bool = False):
+    """MODEL of LingBot-World weights in the host's names, placed and cast as the host would do it.
+
+    The host's own loader chooses among its own model classes only, so its steps are taken here.
+
+    Args:
+        metadata: with a `config` for sizes that the weights do not show.
+        options: `dtype` of the weights, `fp8_optimizations`.
+    """
+    weights, metadata = comfy.utils.convert_old_quants(weights, "", metadata=metadata)
+    detected = comfy.model_detection.model_config_from_unet(weights, "", metadata=metadata)
+    config = LingBotConfig(detected.unet_config)
+    config.quant_config = detected.quant_config
+    management = comfy.model_management
+    load_device, offload_device = management.get_torch_device(), management.unet_offload_device()
+    supported = config.supported_inference_dtypes
+    dtype, stored = options.get("dtype"), None
+    if config.quant_config is None:
+        stored = comfy.utils.weight_dtype(weights)
+    if dtype is None:
+        count = comfy.utils.calculate_parameters(weights)
+        dtype = management.unet_dtype(model_params=count, supported_dtypes=list(supported), weight_dtype=stored)
+    cast = management.unet_manual_cast(dtype if config.quant_config is None else None, load_device, supported)
+    config.set_inference_dtype(dtype, cast, device=load_device)
+    if options.get("fp8_optimizations"):
+        config.optimizations["fp8"] = True
+    model = config.get_model(weights, "")
+    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
+    if not management.is_device_cpu(offload_device):
+        model.to(offload_device)
+    model.load_model_weights(weights, "", assign=patcher.is_dynamic())
+    return patcher
