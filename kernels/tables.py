@@ -38,6 +38,9 @@ for _side in "kv":
 # Tokens that one program handles.
 CHUNK = 256
 ALIGNMENT = 16
+# What kernels read several bytes at a time, if it is aligned. A layer's slice of a group can begin anywhere, but
+# of these it is long: with usual numbers of tokens it is aligned.
+READ_AS_WORDS = ("k_codes", "v_codes", "k_centroids", "v_centroids", "psac_c")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def _build(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> Pie
         tiles=torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True),
         tokens=start,
         format=Format.of(spans) if spans else RAW_FORMAT,
-        aligned=all(t.data_ptr() % ALIGNMENT == 0 for t in keep),
+        aligned=all(row[FIELDS.index(field)] % ALIGNMENT == 0 for row in rows for field in READ_AS_WORDS),
         keep=keep,
         pieces=tuple(weakref.ref(piece) for piece in pieces),
         chunk_starts=tuple(chunk_starts),

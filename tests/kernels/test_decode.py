@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.bare_pack import bare_module
 from support.kernels import INTERPRETED, assert_within_one_ulp
 
 BITS = [(2, 2), (2, 4), (4, 8), (8, 2), (2, 16), (16, 2)]
@@ -120,3 +121,21 @@ def test_table_is_built_once_and_dies_with_its_pieces(pack, make_layer, device):
     known = len(pack.tables._tables)
     del layer, pieces
     assert len(pack.tables._tables) < known
+
+
+@pytest.mark.parametrize(("tokens", "aligned"), [(32, True), (31, False)])
+def test_layers_that_were_packed_together(pack, device, tokens, aligned):
+    """A layer's tensors are slices of its group's; of usual sizes they can still be read in words."""
+    cache, backends = bare_module("quantwm_core.cache"), pack.backends
+    world = cache.WorldCache(pack.settings.CacheSettings(), cache.CacheGeometry(3, 2, 64), device)
+    generator = torch.Generator().manual_seed(0)
+    dtype = DTYPES[0] if INTERPRETED else torch.float16
+    with backends.only_eager("encode_span", "second_moment"):
+        for layer in range(3):
+            q, k, v = torch.randn(3, 1, tokens, 2, 64, generator=generator).to(device, dtype)
+            world.layers[layer].append(k, v, q)
+            world.commit(layer)
+    for layer in world.layers:
+        assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+    second = [entry.stored for entry in world.layers[1].entries]
+    assert pack.tables.piece_table(second, device).aligned == aligned
