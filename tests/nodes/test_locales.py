@@ -95,6 +95,10 @@ def test_names_tell_nodes_and_inputs_apart(language):
         assert len(set(inputs)) == len(inputs), node_id
 
 
+def test_every_node_has_a_chinese_help_page(texts):
+    assert {page.parent.name for page in HELP_PAGES if page.stem == "zh"} == texts.keys()
+
+
 @pytest.mark.parametrize("page", HELP_PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_help_page_in_another_language_names_every_input(page):
     """By both its names: the one on the node, and the one that messages use."""
