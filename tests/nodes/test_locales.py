@@ -39,8 +39,8 @@ def test_the_languages():
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_text_has_an_entry_and_none_is_stale(texts, language):
     have, need = paths(read(language)), paths(texts)
-    assert not need - have, "write these"
-    assert not have - need, "remove these"
+    assert sorted(need - have) == [], "write these"
+    assert sorted(have - need) == [], "remove these"
     assert [path for path in have if not text_at(read(language), path).strip()] == []
 
 
