@@ -90,14 +90,15 @@ def test_refusals(host, model, core, planner, monkeypatch):
         planner.execute(other, WIDTH, HEIGHT, 81, 3, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("gigabytes", "large", "small"), [(0.0001, True, False), (0.003, True, True), (64, False, True)]
-)
-def test_chart_shows_what_fits_at_any_budget(host, model, core, gigabytes, large, small):
+@pytest.mark.parametrize(("share", "large", "small"), [(0.0, True, False), (0.5, True, True), (100.0, False, True)])
+def test_chart_shows_what_fits_at_any_budget(host, model, core, share, large, small):
+    """share: of the largest peak in the table, with the smallest one at 0."""
     charts = importlib.import_module("quantwm_pack.nodes.plan_chart")
     world = host.world_models.world_of(model, WIDTH, HEIGHT)
-    plan = core.table.make_plan(world, 121, 3, round(gigabytes * core.table.GB))
-    image = charts.plan_chart(plan).convert("RGB")
+    peaks = [row.cache.peak for row in core.table.make_plan(world, 401, 3).rows]
+    budget = round(min(peaks) - 1 + share * (max(peaks) - min(peaks)))
+    plan = core.table.make_plan(world, 401, 3, budget)
+    image = charts.plan_chart(plan)
     middles = [charts.HEADER + charts.ROW * index + charts.ROW // 2 for index in range(len(plan.rows))]
     red = sum(image.getpixel((charts.BARS + 1, y))[0] > 200 for y in middles)
     assert red == sum(not plan.fits(row) for row in plan.rows)

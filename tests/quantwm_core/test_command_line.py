@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from benchmarks.host import ROOT
 from quantwm_core import METHODS, CacheSettings
-from quantwm_core.command_line import main
+from quantwm_core.command_line import PLAN_EXAMPLES, main
 from quantwm_core.inspection import inspect_file
 from quantwm_core.methods import LayerState, build_method
 from quantwm_core.query_stats import QueryStats, second_moment
@@ -120,9 +120,17 @@ def test_runs_as_a_module_without_comfyui_triton_and_safetensors(tmp_path):
         command = [sys.executable, "-m", "quantwm_core", *arguments]
         return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
-    for arguments in (["plan", "--budget", "2"], ["inspect", str(path)], ["bench"]):
-        done = run(*arguments)
+    planned, seen, wrong = run("plan", "--budget", "2"), run("inspect", str(path)), run("inspect", "nothing")
+    for done in (planned, seen):
         assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
-    assert "examples:" in run("plan", "--help").stdout
-    wrong = run("inspect", "nothing")
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: ") and "Traceback" not in wrong.stderr
+
+
+def test_help_has_examples_that_run(capsys):
+    for command in ([], ["plan"], ["inspect"], ["bench"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        assert "python -m" in capsys.readouterr().out
+    for line in PLAN_EXAMPLES.splitlines()[1:]:
+        assert main(line.split()[3:]) == 0
+    assert main(["bench"]) == 0 and "benchmarks.memory" in capsys.readouterr().out

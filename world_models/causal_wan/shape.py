@@ -33,7 +33,8 @@ def room_for_cache(model: Any, width: int, height: int, latents: int) -> int:
     format_, device = model.model.latent_format, model.load_device
     scale = format_.spacial_downscale_ratio
     free = comfy.model_management.get_free_memory(device)
-    weights = max(0, model.model_size() - model.loaded_size())
+    # On the CPU weights lie where they are used.
+    weights = 0 if device.type == "cpu" else max(0, model.model_size() - model.loaded_size())
     shape = [1, format_.latent_channels, latents, height // scale, width // scale]
     forward = round(model.model.memory_required(shape))
     room = free - weights - forward
