@@ -53,6 +53,7 @@ INPUTS |= {
         "window",
         "sink",
     ],
+    "QuantWMPlanner": ["model", "width", "height", "length", "frames_per_block", "budget"],
 }
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
@@ -70,6 +71,7 @@ OUTPUTS = {
 OUTPUTS |= {
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
     "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
+    "QuantWMPlanner": ["QUANTWM_SETTINGS", "STRING", "IMAGE"],
 }
 NAMES = {
     "QuantWMKVCache": "QuantWM KV Cache",
@@ -87,6 +89,7 @@ NAMES = {
 NAMES |= {
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",
+    "QuantWMPlanner": "Memory Planner",
 }
 KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", ""]
 ADVANCED = {
