@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .layer_cache import Entry, LayerCache
+from .entry import Entry
+from .layer_cache import LayerCache
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,74 +12,16 @@ import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
+from .entry import Entry, moved_piece, storages_of, tensors_of
 from .methods import LayerState, Method
 from .packing import Packer, pack_ready
-from .prefetch import LayerFetch, moved, piece_on
+from .prefetch import LayerFetch
 from .settings import CacheSettings
 from .span import PackedSpan, RawBlock, part_of, shares_of, storage_bytes
 from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from .head_groups import HeadGroups
-
-
-@dataclass
-class Entry:
-    """A stored piece, the lengths, in tokens, of the committed blocks in it, and the number of the first of them.
-
-    continues: the first of them began in the entry before.
-    mean_key: `[B, H, D]` where blocks are to be found again by it.
-    """
-
-    stored: RawBlock | PackedSpan
-    lengths: list[int]
-    first: int = 0
-    continues: bool = False
-    mean_key: torch.Tensor | None = None
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that begin here."""
-        return len(self.lengths) - self.continues
-
-    def split(self, tokens: int) -> list[Entry]:
-        """A block in full precision as its first `tokens` tokens and the rest."""
-        k, v, moment = self.stored.k, self.stored.v, self.stored.moment
-        first, rest = RawBlock(k[:, :tokens], v[:, :tokens], moment), RawBlock(k[:, tokens:], v[:, tokens:], moment)
-        return [
-            Entry(first, [first.tokens], self.first, self.continues, self.mean_key),
-            Entry(rest, [rest.tokens], self.first, True, self.mean_key),
-        ]
-
-    @property
-    def numbers(self) -> range:
-        """Numbers of the blocks that it holds or holds a part of, counted from the start of the run."""
-        return range(self.first, self.first + len(self.lengths))
-
-    def shorten(self, stored: RawBlock | PackedSpan) -> None:
-        """Keep the beginning that `stored` holds."""
-        self.stored = stored
-        while sum(self.lengths) > stored.tokens:
-            surplus = sum(self.lengths) - stored.tokens
-            last = self.lengths.pop()
-            if last > surplus:
-                self.lengths.append(last - surplus)
-
-    def without(self, start: int, stop: int) -> list[Entry]:
-        """What is left without the tokens from `start` to `stop`: nothing, one entry, or two."""
-        left = []
-        if start > 0:
-            before = Entry(self.stored, list(self.lengths), self.first, self.continues)
-            before.shorten(self.stored.narrow(start))
-            left.append(before)
-        if stop < self.stored.tokens:
-            lengths, cut = list(self.lengths), stop
-            while cut >= lengths[0]:
-                cut -= lengths.pop(0)
-            first = self.first + len(self.lengths) - len(lengths)
-            lengths[0] -= cut
-            left.append(Entry(self.stored.tail(stop), lengths, first, cut > 0 or (stop == 0 and self.continues)))
-        return left
 
 
 class LayerCache:
@@ -276,7 +218,7 @@ class LayerCache:
         if bank is not None:
             out = [entry for entry in out if not self._forgotten.issuperset(entry.numbers)]
             shared = self._shared_storages(out)
-            self.bank += [replace(entry, stored=_moved(entry.stored, bank, shared)) for entry in out]
+            self.bank += [replace(entry, stored=moved_piece(entry.stored, bank, shared)) for entry in out]
         self._recount()
 
     def forget(self, blocks: Collection[int]) -> None:
@@ -291,7 +233,7 @@ class LayerCache:
         # By what the bank holds: parts of one block share its number.
         wanted = {id(entry.stored): entry.stored for entry in chosen}
         if self.device is not None and self.settings.cache_device == "gpu":
-            wanted = {key: self.recalled.get(key) or _moved(stored, self.device) for key, stored in wanted.items()}
+            wanted = {key: self.recalled.get(key) or moved_piece(stored, self.device) for key, stored in wanted.items()}
         self.recalled = wanted
         self._recount()
 
@@ -352,8 +294,8 @@ class LayerCache:
         """Bytes of what only the bank refers to: neither within reach nor shared with what is."""
         pieces = [*self.recalled.values(), *(entry.stored for entry in self.entries)]
         seen: set[int] = set()
-        storage_bytes([*self.state.tensors(), *(t for piece in pieces for t in _tensors(piece))], seen)
-        return sum(storage_bytes(_tensors(entry.stored), seen, shares_of(entry.stored)) for entry in self.bank)
+        storage_bytes([*self.state.tensors(), *(t for piece in pieces for t in tensors_of(piece))], seen)
+        return sum(storage_bytes(tensors_of(entry.stored), seen, shares_of(entry.stored)) for entry in self.bank)
 
     def packed_elements(self) -> int:
         """Scalars (of keys and values) stored in fewer than 16 bits."""
@@ -388,8 +330,8 @@ class LayerCache:
 
     def _shared_storages(self, leaving: list[Entry]) -> set[int]:
         """Storages that other spans or the method refer to as well: they stay where they are, once."""
-        count = Counter(p for span in self._spans() for p in _storages(span))
-        count.update(p for entry in leaving if isinstance(entry.stored, PackedSpan) for p in _storages(entry.stored))
+        count = Counter(p for span in self._spans() for p in storages_of(span))
+        count.update(p for entry in leaving if isinstance(entry.stored, PackedSpan) for p in storages_of(entry.stored))
         count.update(t.untyped_storage().data_ptr() for t in self.state.tensors())
         return {pointer for pointer, times in count.items() if times > 1}
 
@@ -409,54 +351,10 @@ class LayerCache:
                 f"got {(k.shape[0], *k.shape[2:])}. With classifier-free guidance the batch changes: set cfg to 1."
             )
 
-    def ready_groups(self) -> list[list[int]]:
-        """Entries to pack now, a list for each span: whole spans only, from the oldest on.
-
-        An entry in which a method's window of recent tokens begins is cut in two.
-        """
-        s = self.settings
-        if not s.compresses:
-            return []
-        per_span = max(1, s.span_blocks)
-        last = self.blocks - s.keep_recent_blocks
-        ready: list[int] = []
-        for index, entry in enumerate(self.entries):
-            if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= entry.first < last:
-                ready.append(index)
-        if self.method.recent_tokens and ready:
-            ready = self._older_than_recent(ready)
-            per_span = max(1, len(ready))
-        return [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
-
-    def _older_than_recent(self, ready: list[int]) -> list[int]:
-        """Of entries ready to be packed, those older than the method's window of recent tokens, in whole token groups.
-
-        The entry in which the window begins is cut in two.
-        """
-        held = sum(self.entries[index].stored.tokens for index in ready)
-        after = sum(entry.stored.tokens for entry in self.entries[ready[-1] + 1 :])
-        take = held - max(0, self.method.recent_tokens - after)
-        take -= take % self.method.token_group
-        older = []
-        for index in ready:
-            if take <= 0:
-                break
-            if self.entries[index].stored.tokens > take:
-                self.entries[index : index + 1] = self.entries[index].split(take)
-            older.append(index)
-            take -= self.entries[index].stored.tokens
-        return older
-
     def replace(self, group: list[int], span: PackedSpan) -> None:
         """Put a span in the place of the entries it was packed from."""
-        lengths: list[int] = []
-        for entry in (self.entries[i] for i in group):
-            own = list(entry.lengths)
-            if entry.continues and lengths:
-                lengths[-1] += own.pop(0)
-            lengths += own
-        oldest, mean = self.entries[group[0]], _mean_key([self.entries[i] for i in group])
-        self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, oldest.first, oldest.continues, mean)]
+        packed = Entry.joined([self.entries[i] for i in group], span)
+        self.entries[group[0] : group[-1] + 1] = [packed]
         self.pack_events += 1
         self._count(span)
 
@@ -518,29 +416,3 @@ class LayerCache:
         blocks = [stored for stored in self._stored() if isinstance(stored, RawBlock)]
         tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
         self._usage["blocks"] = storage_bytes(tensors)
-
-
-def _tensors(piece: RawBlock | PackedSpan) -> list[torch.Tensor]:
-    return [piece.k, piece.v] if isinstance(piece, RawBlock) else list(piece.tensors.values())
-
-
-def _mean_key(entries: list[Entry]) -> torch.Tensor | None:
-    """Token-weighted mean of the entries' mean keys, where they have them."""
-    if len(entries) == 1 or entries[0].mean_key is None:
-        return entries[0].mean_key
-    tokens = sum(entry.stored.tokens for entry in entries)
-    return sum(entry.mean_key * (entry.stored.tokens / tokens) for entry in entries)
-
-
-def _storages(span: PackedSpan) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in span.tensors.values()}
-
-
-def _moved(stored: RawBlock | PackedSpan, device: torch.device, staying: Collection[int] = ()) -> RawBlock | PackedSpan:
-    """The same piece on `device`, except for tensors whose storage is in `staying`; itself where nothing moves."""
-    if isinstance(stored, RawBlock):
-        return piece_on(stored, device)
-    own = {n: t for n, t in stored.tensors.items() if t.untyped_storage().data_ptr() not in staying}
-    if all(t.device == device for t in own.values()):
-        return stored
-    return replace(stored, tensors=stored.tensors | {name: moved(t, device) for name, t in own.items()})

@@ -96,10 +96,50 @@ class Packer:
         return span
 
 
+def ready_groups(layer: LayerCache) -> list[list[int]]:
+    """Entries to pack now, a list for each span: whole spans only, from the oldest on.
+
+    An entry in which a method's window of recent tokens begins is cut in two.
+    """
+    s = layer.settings
+    if not s.compresses:
+        return []
+    per_span = max(1, s.span_blocks)
+    last = layer.blocks - s.keep_recent_blocks
+    ready: list[int] = []
+    for index, entry in enumerate(layer.entries):
+        if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= entry.first < last:
+            ready.append(index)
+    if layer.method.recent_tokens and ready:
+        ready = _older_than_recent(layer, ready)
+        per_span = max(1, len(ready))
+    return [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
+
+
+def _older_than_recent(layer: LayerCache, ready: list[int]) -> list[int]:
+    """Of entries ready to be packed, those older than the method's window of recent tokens, in whole token groups.
+
+    The entry in which the window begins is cut in two.
+    """
+    held = sum(layer.entries[index].stored.tokens for index in ready)
+    after = sum(entry.stored.tokens for entry in layer.entries[ready[-1] + 1 :])
+    take = held - max(0, layer.method.recent_tokens - after)
+    take -= take % layer.method.token_group
+    older = []
+    for index in ready:
+        if take <= 0:
+            break
+        if layer.entries[index].stored.tokens > take:
+            layer.entries[index : index + 1] = layer.entries[index].split(take)
+        older.append(index)
+        take -= layer.entries[index].stored.tokens
+    return older
+
+
 def pack_ready(layers: Sequence[LayerCache]) -> None:
     """Pack what the settings allow, in all layers of a group; all hold the same blocks."""
     packer = layers[0].packer
-    groups = [layer.ready_groups() for layer in layers][0]
+    groups = [ready_groups(layer) for layer in layers][0]
     spans = [packer.pack([[layer.entries[i].stored for i in group] for layer in layers]) for group in groups]
     # Back to front, so that indices stay valid.
     for group, packed in reversed(list(zip(groups, spans, strict=True))):

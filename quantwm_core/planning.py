@@ -179,7 +179,7 @@ class _LayerPlan:
                 self.parts[name] += count * self._rows
 
     def _take_ready(self) -> list[int]:
-        """Tokens of the spans to pack now; see `LayerCache.ready_groups`."""
+        """Tokens of the spans to pack now; see `packing.ready_groups`."""
         last = self.blocks - self.settings.keep_recent_blocks
         ready = sum(number < last for number, _ in self._waiting)
         if not ready:
