@@ -52,7 +52,8 @@ class LayerCache:
         self.entries: list[Entry] = []
         self.pending: list[RawBlock] = []
         self.bank: list[Entry] = []
-        self.recalled: dict[int, RawBlock | PackedSpan] = {}
+        # By the number of the first block and what the bank holds.
+        self.recalled: dict[tuple[int, int], RawBlock | PackedSpan] = {}
         self.keeps_means = False
         self.following: LayerCache | HeadGroups | None = None
         self._fetch: LayerFetch | None = None
@@ -230,8 +231,8 @@ class LayerCache:
     def recall(self, blocks: Collection[int]) -> None:
         """Bring the bank's pieces that hold these blocks, and no others, back into reach, until the next call."""
         chosen = [entry for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)]
-        # By what the bank holds: parts of one block share its number.
-        wanted = {id(entry.stored): entry.stored for entry in chosen}
+        # Parts of one block share its number.
+        wanted = {(entry.first, id(entry.stored)): entry.stored for entry in chosen}
         if self.device is not None and self.settings.cache_device == "gpu":
             wanted = {key: self.recalled.get(key) or moved_piece(stored, self.device) for key, stored in wanted.items()}
         self.recalled = wanted
