@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 
 from .bare_pack import bare_module
 from .host import start_host
-from .random_wan import WanShape
+from .random_wan import WanShape, metadata, random_weights
 
 RELEASE = "v2 causal-fast"
 # 48 latent frames are 12 blocks of 4; the window is full from the fifth on.
@@ -33,13 +32,7 @@ def load(shape: WanShape, device: torch.device) -> Any:
         dtype=torch.bfloat16,
         operations=comfy.ops.disable_weight_init,
     )
-    generator = torch.Generator(device).manual_seed(0)
-    weights = {}
-    for name, value in network.state_dict().items():
-        noise = torch.randn(value.shape, generator=generator, device=device) * 0.03
-        weights[name] = (noise + 1 if "norm" in name and name.endswith("weight") else noise).bfloat16().cpu()
-    config = {"transformer": {"causal_ar": True, "num_heads": shape.heads, "text_dim": shape.text_dim}}
-    return bare_module("world_models.lingbot").build(weights, {"config": json.dumps(config)}, {})
+    return bare_module("world_models.lingbot").build(random_weights(network, device), metadata(shape), {})
 
 
 def sample(model: Any, shape: WanShape, block: int, steps: int, seed: int = 0) -> torch.Tensor:

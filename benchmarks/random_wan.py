@@ -59,13 +59,23 @@ def load(shape: WanShape, device: torch.device) -> Any:
         dtype=torch.bfloat16,
         operations=comfy.ops.disable_weight_init,
     )
+    return comfy.sd.load_diffusion_model_state_dict(random_weights(network, device), metadata=metadata(shape))
+
+
+def random_weights(network: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """bf16 weights on the CPU for a network on the meta device, drawn on `device` from a fixed seed."""
     generator = torch.Generator(device).manual_seed(0)
     weights = {}
     for name, value in network.state_dict().items():
         noise = torch.randn(value.shape, generator=generator, device=device) * 0.03
         weights[name] = (noise + 1 if "norm" in name and name.endswith("weight") else noise).bfloat16().cpu()
+    return weights
+
+
+def metadata(shape: WanShape) -> dict[str, str]:
+    """What a causal checkpoint of this shape says of itself."""
     config = {"transformer": {"causal_ar": True, "num_heads": shape.heads, "text_dim": shape.text_dim}}
-    return comfy.sd.load_diffusion_model_state_dict(weights, metadata={"config": json.dumps(config)})
+    return {"config": json.dumps(config)}
 
 
 def sample(model: Any, shape: WanShape, block: int, steps: int, seed: int = 0) -> torch.Tensor:

@@ -139,6 +139,7 @@ def _older_than_recent(layer: LayerCache, ready: list[int]) -> list[int]:
 def pack_ready(layers: Sequence[LayerCache]) -> None:
     """Pack what the settings allow, in all layers of a group; all hold the same blocks."""
     packer = layers[0].packer
+    # Asked of every layer, although all answer alike: answering may cut an entry in two.
     groups = [ready_groups(layer) for layer in layers][0]
     spans = [packer.pack([[layer.entries[i].stored for i in group] for layer in layers]) for group in groups]
     # Back to front, so that indices stay valid.
