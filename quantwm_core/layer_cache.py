@@ -12,6 +12,7 @@ import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
+from .budget import AttentionMass
 from .methods import LayerState, Method
 from .packing import Packer, pack_ready
 from .prefetch import LayerFetch, moved, piece_on
@@ -111,7 +112,10 @@ class LayerCache:
         self.pending: list[RawBlock] = []
         self.bank: list[Entry] = []
         self.recalled: dict[tuple[int, bool], RawBlock | PackedSpan] = {}
-        self.keeps_means = False
+        self.keeps_means = bool(settings.budget_gb)
+        # With a budget: what the coming block attends to, and how the newest one asked, until bits have been chosen.
+        self.mass = AttentionMass()
+        self.newest_moment: torch.Tensor | None = None
         self.following: LayerCache | HeadGroups | None = None
         self._fetch: LayerFetch | None = None
         self._retired = 0
@@ -164,6 +168,8 @@ class LayerCache:
 
         Noisy passes ask differently than the clean one, and later blocks will ask in both ways: each pass counts alike.
         """
+        if self.settings.budget_gb:
+            self.mass.observe(queries, self.entries)
         if self.method.uses_queries:
             facts = call_facts(self.settings, queries)
             self._observed = self._backend.run("second_moment", facts, queries, self._observed)
@@ -204,6 +210,8 @@ class LayerCache:
 
     def make_history(self) -> None:
         """Make appended blocks history, still in full precision; for layers that pack together."""
+        if self.settings.budget_gb and self.pending:
+            self.newest_moment = self.pending[-1].moment
         for block in self.pending:
             if self.blocks < self.settings.keep_first_blocks:
                 block.moment = None  # it will never be packed
@@ -221,6 +229,7 @@ class LayerCache:
         if not 0 <= tokens <= self.end:
             raise ValueError(f"rewind takes 0 to {self.end} tokens (all that the cache holds); got {tokens}.")
         self._take_observed()
+        self.mass.forget()
         while tokens and self.pending:
             tokens = self._shorten(self.pending, tokens)
         stored = [entry.stored for entry in self.entries]
@@ -324,6 +333,9 @@ class LayerCache:
         """
         self._check_shape(k, v)
         history = self._fetched_history()
+        if self.settings.budget_gb:
+            # Positions are part of the keys: spans of one width come together, so that a kernel reads them in one go.
+            history.sort(key=_width)
         if self.following is not None:
             self.following.start_fetch()
         pieces = history + [RawBlock(k, v)]
@@ -447,6 +459,16 @@ class LayerCache:
         self.pack_events += 1
         self._count(span)
 
+    def decoded(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, S, H, D]` of the entry `index`, on the device where the cache is read."""
+        return self._gather([self.entries[index].stored])
+
+    def exchange(self, index: int, span: PackedSpan) -> None:
+        """Put a span in the place of another one of the same tokens."""
+        self.entries[index].stored = span
+        self.pack_events += 1
+        self._recount()
+
     def settle(self) -> None:
         """Count blocks that stay in full precision, and let them own their memory."""
         for entry in self.entries:
@@ -505,6 +527,11 @@ class LayerCache:
         blocks = [stored for stored in self._stored() if isinstance(stored, RawBlock)]
         tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
         self._usage["blocks"] = storage_bytes(tensors)
+
+
+def _width(piece: RawBlock | PackedSpan) -> tuple[int, int]:
+    """Bits of keys and values; blocks in full precision come last."""
+    return (piece.key_bits, piece.value_bits) if isinstance(piece, PackedSpan) else (32, 32)
 
 
 def _tensors(piece: RawBlock | PackedSpan) -> list[torch.Tensor]:
