@@ -24,6 +24,7 @@ NODE_IDS = {
     "QuantWMWorldSampler",
     "QuantWMPromptChange",
     "QuantWMMemory",
+    "QuantWMBudget",
 }
 
 

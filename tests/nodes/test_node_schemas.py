@@ -41,6 +41,7 @@ INPUTS = {
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 INPUTS |= {
+    "QuantWMBudget": ["settings", "budget_gb"],
     "QuantWMCameraPath": ["motion", "length", "distance", "angle", "fov", "actions", "keyframes", "folder"],
     "QuantWMLingBotConditioning": [
         "positive",
@@ -68,6 +69,7 @@ OUTPUTS = {
     "QuantWMMemory": ["QUANTWM_MEMORY"],
 }
 OUTPUTS |= {
+    "QuantWMBudget": ["QUANTWM_SETTINGS"],
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
     "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
 }
@@ -85,6 +87,7 @@ NAMES = {
     "QuantWMMemory": "World Memory",
 }
 NAMES |= {
+    "QuantWMBudget": "Cache Budget",
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",
 }
