@@ -17,9 +17,8 @@ class QuantWMBudget(io.ComfyNode):
             display_name="Cache Budget",
             category=CATEGORY,
             description=(
-                "Gives the cache a size in GB. Blocks are kept in 8 bits while there is room; then those that the "
-                "newest block hardly looks at go down to 4 and to 2 bits (WindowQuant). Place it between QuantWM KV "
-                "Cache and Apply To World Model."
+                "Gives the cache a size in GB. Blocks are kept in 8 bits while there is room; then the oldest go down "
+                "to 4 bits, and to 2 when all have 4. Place it between QuantWM KV Cache and Apply To World Model."
             ),
             search_aliases=["quantwm", "windowquant", "vram limit", "memory limit", "mixed precision cache"],
             inputs=[

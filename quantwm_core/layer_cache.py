@@ -12,7 +12,6 @@ import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
-from .budget import AttentionMass
 from .methods import LayerState, Method
 from .packing import Packer, pack_ready
 from .prefetch import LayerFetch, moved, piece_on
@@ -112,9 +111,8 @@ class LayerCache:
         self.pending: list[RawBlock] = []
         self.bank: list[Entry] = []
         self.recalled: dict[tuple[int, bool], RawBlock | PackedSpan] = {}
-        self.keeps_means = bool(settings.budget_gb)
-        # With a budget: what the coming block attends to, and how the newest one asked, until bits have been chosen.
-        self.mass = AttentionMass()
+        self.keeps_means = False
+        # With a budget: how the newest block asked, until bits have been chosen.
         self.newest_moment: torch.Tensor | None = None
         self.following: LayerCache | HeadGroups | None = None
         self._fetch: LayerFetch | None = None
@@ -168,8 +166,6 @@ class LayerCache:
 
         Noisy passes ask differently than the clean one, and later blocks will ask in both ways: each pass counts alike.
         """
-        if self.settings.budget_gb:
-            self.mass.observe(queries, self.entries)
         if self.method.uses_queries:
             facts = call_facts(self.settings, queries)
             self._observed = self._backend.run("second_moment", facts, queries, self._observed)
@@ -229,7 +225,6 @@ class LayerCache:
         if not 0 <= tokens <= self.end:
             raise ValueError(f"rewind takes 0 to {self.end} tokens (all that the cache holds); got {tokens}.")
         self._take_observed()
-        self.mass.forget()
         while tokens and self.pending:
             tokens = self._shorten(self.pending, tokens)
         stored = [entry.stored for entry in self.entries]

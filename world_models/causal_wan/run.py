@@ -80,7 +80,7 @@ class CausalWanRun:
             self.settings, self.geometry(batch), device, metrics, self._method, self._block_committed
         )
         for layer in self.cache.layers:
-            layer.keeps_means = layer.keeps_means or self.memory.retrieval == "similarity"
+            layer.keeps_means = self.memory.retrieval == "similarity"
         return [PackedLayer(self, layer) for layer in range(len(self.blocks))]
 
     def announce_clean_pass(self, lengths: list[int], frame_tokens: int) -> None:
