@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from host.small_world import load_model, run, with_first_frames
+
+from support import lingbot_case as case
+from support import lingbot_run
 
 FRAMES, BLOCK = 21, 3
 
@@ -81,3 +86,14 @@ def test_a_budget_below_the_fewest_bits_is_reported(host, model):
     run(packed, FRAMES, BLOCK)
     assert set(handle.record["blocks_by_bits"]) == {"2/2"}
     assert "the budget is exceeded by" in host.quantwm_core.format_report(handle)
+
+
+def test_the_budget_holds_while_lingbots_cache_rolls_through_blocks(host):
+    """Spans of several widths are cut in the middle."""
+    long = replace(case.VERSIONS["v2"], blocks=8, poses=4 * 32 - 3)
+    model = lingbot_run.load_model()
+    eight, handle = host.world_models.attach(model, host.quantwm_core.CacheSettings("rtn", 8, 8))
+    lingbot_run.run(eight, long)
+    packed, handle = limited(host, model, 0.8 * resident(handle.record), method="rtn")
+    assert lingbot_run.run(packed, long).isfinite().all() and within(handle)
+    assert len(handle.record["blocks_by_bits"]) > 1

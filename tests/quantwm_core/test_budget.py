@@ -8,6 +8,7 @@ import torch
 from quantwm_core import CacheGeometry, CacheSettings, WorldCache
 from quantwm_core.accounting import describe, estimate_bytes
 from quantwm_core.budget import Stored, choose_widths
+from quantwm_core.jensen import key_bias
 from quantwm_core.layer_cache import PackedSpan
 
 LADDER = ((2, 2), (4, 4), (8, 8))
@@ -246,3 +247,25 @@ def test_memory_is_planned_between_the_fewest_bits_and_the_most():
     assert planned(budget_gb=0.001) == least and planned(budget_gb=100) == most
     assert least < planned(budget_gb=2) < most
     assert planned(budget_gb=2.5) - planned(budget_gb=2) == 2**29
+
+
+@pytest.mark.parametrize("jensen", ["exact", "second-order"])
+def test_attention_is_corrected_for_each_spans_own_bits(jensen):
+    """As if each width had a cache of its own: b of every span from its own steps, in whatever order they are read."""
+    full = 2 * 2 * LAYERS * HEADS * WIDTH * TOKENS * 5
+    cache = world(budget_gb=0.42 * full / 2**30, jensen=jensen, method="rtn")
+    for index in range(5):
+        add_block(cache, index)
+    layer = cache.layers[0]
+    assert len(set(widths(cache))) == 2
+    q, k, v = (normal(1, 11, HEADS, WIDTH, seed=seed) for seed in (1, 2, 3))
+    bias = []
+    for entry in layer.entries:
+        flat = q.transpose(1, 2).flatten(0, 1)
+        bias.append(sum(key_bias(flat, steps, jensen == "exact") for steps in layer.method.key_steps(entry.stored)))
+    bias = torch.cat([*bias, torch.zeros(HEADS, 11, 11)], -1)
+    queries, keys, values = (t.transpose(1, 2)[0].double() for t in (q, *layer.read(k, v)))
+    weights = (queries @ keys.transpose(1, 2) / WIDTH**0.5 - bias).softmax(-1)
+    expected = (weights @ values).transpose(0, 1).flatten(1)
+    actual = layer.attend(q, k, v, lambda *_: pytest.fail("the host's attention corrects nothing"))[0]
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
