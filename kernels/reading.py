@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .attention import attend_spans
-from .decode import FAILURES, launch_decode, nothing_of, on_device
+from .decode import FAILURES, READABLE, launch_decode, nothing_of, on_device
 from .tables import PieceTable, format_runs, piece_table
 
 SDPA = {
@@ -75,12 +75,19 @@ def attend_packed(
     if key not in _chosen:
         _chosen[key] = _choose(queries, pieces, attention, read, tokens)
     way = _chosen[key][0]
-    if way in ("packed", "pieces"):
-        history, live = _split(pieces, queries)
-        tables = _tables(history, queries.device)
-        merged = attend_spans(*tables, live, queries) if way == "packed" else attend_parts(tables, live, queries)
-        return merged.flatten(2)
-    return _attend(way, queries, *read(), attention)
+    if way not in ("packed", "pieces"):
+        try:
+            return _attend(way, queries, *read(), attention)
+        except torch.OutOfMemoryError:
+            if not _readable(pieces):
+                raise
+            # It fitted when the ways were timed; in parts it still does.
+            way = "pieces"
+            _chosen[key] = way, "pieces (a decoded layer no longer fitted the memory)"
+    history, live = _split(pieces, queries)
+    tables = _tables(history, queries.device)
+    merged = attend_spans(*tables, live, queries) if way == "packed" else attend_parts(tables, live, queries)
+    return merged.flatten(2)
 
 
 def _attend(way: str, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention):
@@ -108,8 +115,14 @@ def _tables(history: Sequence[RawBlock | PackedSpan], device: torch.device) -> l
 
 
 def _kinds(pieces: Sequence[RawBlock | PackedSpan]) -> frozenset:
-    """Methods and widths of the packed pieces, which decide what can read them."""
-    return frozenset((p.method, p.key_bits, p.value_bits) for p in pieces if isinstance(p, PackedSpan))
+    """Formats of the packed pieces, which decide what can read them and how fast."""
+    spans = (piece for piece in pieces if isinstance(piece, PackedSpan))
+    return frozenset((span.method, span.key_bits, span.value_bits, span.group_size, span.rank) for span in spans)
+
+
+def _readable(pieces: Sequence[RawBlock | PackedSpan]) -> bool:
+    """Whether kernels can read all packed pieces."""
+    return all(READABLE["method"].refusal("method", method) is None for method, *_ in _kinds(pieces))
 
 
 def packed_refusal(pieces: Sequence[RawBlock | PackedSpan], queries: int, fits: bool) -> str | None:
@@ -117,11 +130,11 @@ def packed_refusal(pieces: Sequence[RawBlock | PackedSpan], queries: int, fits: 
     kinds = _kinds(pieces)
     if not kinds:
         return "nothing is packed yet"
-    if any(method != "quantwm" for method, _, _ in kinds):
+    if any(method != "quantwm" for method, *_ in kinds):
         return "packed reads method quantwm only"
-    if any(16 in bits for _, *bits in kinds):
+    if any(16 in (key_bits, value_bits) for _, key_bits, value_bits, *_ in kinds):
         return "packed needs both keys and values packed"
-    if len(kinds) > 1:
+    if len({kind[:4] for kind in kinds}) > 1:
         return "packed reads spans of one width only"
     if fits and queries > FEW_QUERIES:
         return f"packed is not tried for more than {FEW_QUERIES} queries"
@@ -130,14 +143,19 @@ def packed_refusal(pieces: Sequence[RawBlock | PackedSpan], queries: int, fits: 
 
 def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) -> tuple[str, str]:
     """The way for this shape and the reason, by timing what fits."""
-    history, live = _split(pieces, queries)
     times: dict[str, float] = {}
     remarks = []
-    tables = _tables(history, queries.device)
     fits = _workspace_fits(queries, tokens)
+    if not fits and not _readable(pieces):
+        return "host", "host (kernels do not read this method in parts)"
+    tables = live = None
+    if _readable(pieces):
+        history, live = _split(pieces, queries)
+        tables = _tables(history, queries.device)
     if fits:
-        keys, values = read()
+        # Timed before its result is kept: two workspaces may not fit.
         decode_ms = _time(read)
+        keys, values = read()
         for way in ("host", *SDPA):
             times[way] = decode_ms + _time(partial(_attend, way, queries, keys, values, attention))
         expected = partial(_attend, "host", queries, keys, values, attention)
@@ -145,8 +163,8 @@ def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) 
         remarks.append("a decoded layer does not fit the memory")
         times["pieces"] = _time(partial(attend_parts, tables, live, queries))
         expected = partial(attend_parts, tables, live, queries)
-    packed = partial(attend_spans, *tables, live, queries)
     refusal = packed_refusal(pieces, queries.shape[1], fits)
+    packed = None if refusal else partial(attend_spans, *tables, live, queries)
     packed_ms = float("inf") if refusal else _time(packed)
     if packed_ms < float("inf") and not _agree(packed(), expected()):
         refusal = "packed disagrees with decoding on this GPU and Triton"

@@ -11,6 +11,7 @@ from .kv_cache import QuantWMKVCache
 from .lingbot_conditioning import QuantWMLingBotConditioning
 from .load_world_model import QuantWMLoadWorldModel
 from .memory import QuantWMMemory
+from .planner import QuantWMPlanner
 from .prompt_change import QuantWMPromptChange
 from .tiny_world_conditioning import TinyWorldConditioning
 from .tiny_world_seed import TinyWorldSeed
@@ -31,6 +32,7 @@ NODES: list[type[io.ComfyNode]] = [
     QuantWMMemory,
     QuantWMCameraPath,
     QuantWMLingBotConditioning,
+    QuantWMPlanner,
     QuantWMBudget,
 ]
 

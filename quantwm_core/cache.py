@@ -134,6 +134,11 @@ class WorldCache:
         for layer in self.layers:
             layer.forget(blocks)
 
+    def release(self) -> None:
+        """Let go of what refers to itself, so that memory is free as soon as nobody holds the cache."""
+        for layer in self.layers:
+            layer.release()
+
     def usage(self) -> Counter[str]:
         """Resident bytes by part over all layers."""
         total: Counter[str] = Counter()

@@ -83,6 +83,11 @@ class HeadGroups:
             cache.following = None
         self.caches[0].following = following
 
+    def release(self) -> None:
+        """See `LayerCache.release`."""
+        for cache in self.caches:
+            cache.release()
+
     def start_fetch(self) -> None:
         """See `LayerCache.start_fetch`."""
         for cache in self.caches:

@@ -110,7 +110,7 @@ class LayerCache:
         self.entries: list[Entry] = []
         self.pending: list[RawBlock] = []
         self.bank: list[Entry] = []
-        self.recalled: dict[tuple[int, bool], RawBlock | PackedSpan] = {}
+        self.recalled: dict[int, RawBlock | PackedSpan] = {}
         self.keeps_means = False
         # With a budget: how the newest block asked, until bits have been chosen.
         self.newest_moment: torch.Tensor | None = None
@@ -118,6 +118,7 @@ class LayerCache:
         self._fetch: LayerFetch | None = None
         self._retired = 0
         self._leaving: set[int] = set()
+        self._forgotten: set[int] = set()
         # Sum of the moments of the passes over the block to come, and how many they were.
         self._observed: torch.Tensor | None = None
         self._passes = 0
@@ -155,6 +156,10 @@ class LayerCache:
         """While this layer attends, copy what `following` keeps on the CPU to `device`, on the side stream `stream`."""
         self.following = following
         self._fetch = LayerFetch(device, stream)
+
+    def release(self) -> None:
+        """Let go of the layer that follows: the last layer is followed by the first, and a ring is freed late."""
+        self.following = None
 
     def start_fetch(self) -> None:
         """Begin to copy this layer's history to the device; see `fetch_ahead`."""
@@ -273,19 +278,22 @@ class LayerCache:
         self._retired += sum(entry.blocks for entry in out)
         self._leaving.intersection_update(number for entry in self.entries for number in entry.numbers)
         if bank is not None:
+            out = [entry for entry in out if not self._forgotten.issuperset(entry.numbers)]
             shared = self._shared_storages(out)
             self.bank += [replace(entry, stored=_moved(entry.stored, bank, shared)) for entry in out]
         self._recount()
 
     def forget(self, blocks: Collection[int]) -> None:
-        """Drop blocks, by number, from the bank."""
-        self.bank = [entry for entry in self.bank if not set(blocks).issuperset(entry.numbers)]
+        """Drop blocks, by number, from the bank; a span of several when all of them are to go."""
+        self._forgotten.update(blocks)
+        self.bank = [entry for entry in self.bank if not self._forgotten.issuperset(entry.numbers)]
         self._recount()
 
     def recall(self, blocks: Collection[int]) -> None:
         """Bring the bank's pieces that hold these blocks, and no others, back into reach, until the next call."""
         chosen = [entry for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)]
-        wanted = {(entry.first, entry.continues): entry.stored for entry in chosen}
+        # By what the bank holds: parts of one block share its number.
+        wanted = {id(entry.stored): entry.stored for entry in chosen}
         if self.device is not None and self.settings.cache_device == "gpu":
             wanted = {key: self.recalled.get(key) or _moved(stored, self.device) for key, stored in wanted.items()}
         self.recalled = wanted
@@ -448,7 +456,12 @@ class LayerCache:
 
     def replace(self, group: list[int], span: PackedSpan) -> None:
         """Put a span in the place of the entries it was packed from."""
-        lengths = [length for i in group for length in self.entries[i].lengths]
+        lengths: list[int] = []
+        for entry in (self.entries[i] for i in group):
+            own = list(entry.lengths)
+            if entry.continues and lengths:
+                lengths[-1] += own.pop(0)
+            lengths += own
         oldest, mean = self.entries[group[0]], _mean_key([self.entries[i] for i in group])
         self.entries[group[0] : group[-1] + 1] = [Entry(span, lengths, oldest.first, oldest.continues, mean)]
         self.pack_events += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,12 +60,11 @@ class Packer:
         self._metrics = metrics
         self._backend = backend
         self._watch = watch
-        self._batch = 1
-        self.state = self._new_state()
+        self.state = LayerState()
 
     def forget(self) -> None:
         """Start anew, as before the first span."""
-        self.state = self._new_state()
+        self.state = LayerState()
 
     def pack(
         self, blocks: Sequence[Sequence[RawBlock]], width: tuple[int, int] | None = None, again: bool = False
@@ -80,7 +80,9 @@ class Packer:
         with self._watch:
             k = _joined([[block.k for block in own] for own in blocks])
             v = _joined([[block.v for block in own] for own in blocks])
-            self._batch = k.shape[0] // self.layers
+            batch = k.shape[0] // self.layers
+            if None not in self._metrics:
+                self.state.value_metric = partial(_joined_metrics, self._metrics, batch)
             stats = QueryStats(own=_moments(blocks), earlier=self.state.earlier.moment)
             tokens = self.state.tokens
             span = self._backend.run("encode_span", call_facts(settings, k), method, k, v, stats, self.state)
@@ -92,21 +94,14 @@ class Packer:
             span = self._offload(span)
         if self.layers == 1:
             return [span]
-        parts = [slice(i * self._batch, (i + 1) * self._batch) for i in range(self.layers)]
+        parts = [slice(i * batch, (i + 1) * batch) for i in range(self.layers)]
         return [replace(span.batch_slice(part), shares=self.layers) for part in parts]
-
-    def _new_state(self) -> LayerState:
-        return LayerState(None if None in self._metrics else self._value_metric)
-
-    def _value_metric(self) -> torch.Tensor:
-        metrics = [metric() for metric in self._metrics]
-        if self.layers == 1:
-            return metrics[0]
-        return torch.cat([metric.repeat(self._batch, 1, 1) for metric in metrics])
 
     def _offload(self, span: PackedSpan) -> PackedSpan:
         """Move what belongs to this span alone to the CPU; shared pieces stay where encoding needs them."""
-        shared = {t.untyped_storage().data_ptr() for t in self.state.shared.values()}
+        # The codebook of keys is the span's own; the state merely begins the next one with it.
+        kept = [t for name, t in self.state.shared.items() if not name.startswith("k_centroids")]
+        shared = {t.untyped_storage().data_ptr() for t in kept}
         own = {n: t for n, t in span.tensors.items() if t.untyped_storage().data_ptr() not in shared}
         span.tensors |= {n: moved(t, torch.device("cpu")) for n, t in own.items()}
         return span
@@ -130,6 +125,12 @@ def repack(layers: Sequence[LayerCache], index: int, width: tuple[int, int]) -> 
     blocks = [[RawBlock(*layer.decoded(index), layer.newest_moment)] for layer in layers]
     for layer, span in zip(layers, layers[0].packer.pack(blocks, width, again=True), strict=True):
         layer.exchange(index, span)
+
+
+def _joined_metrics(metrics: Sequence[Callable[[], torch.Tensor]], batch: int) -> torch.Tensor:
+    """The metric of one layer `[H, D, D]`, or those of several, for each entry of the joined batch."""
+    found = [metric() for metric in metrics]
+    return found[0] if len(found) == 1 else torch.cat([metric.repeat(batch, 1, 1) for metric in found])
 
 
 def _joined(tensors: list[list[torch.Tensor]]) -> torch.Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .codec.bits import pack_bits, unpack_bits
+
 # Where each stored tensor is counted. `raw` keys or values (16 bits) are not packed at all.
 PARTS = ("codes", "ids", "centroids", "scales", "zeros", "psac_c", "psac_u")
 RAW = "raw"
@@ -96,7 +98,22 @@ class PackedSpan:
             return tensor if self.shares == 1 else tensor.clone()
 
         tensors = {name: cut(name, tensor) for name, tensor in self.tensors.items()}
+        if "k_psac_c_bitmap" in tensors:
+            tensors |= self._cut_sparse(tokens)
         return replace(self, tokens=len(range(self.tokens)[tokens]), tensors=tensors, phase=phase, shares=1)
+
+    def _cut_sparse(self, tokens: slice) -> dict[str, torch.Tensor]:
+        """Coefficients that only some tokens have: the bitmap of tokens that stay, and their rows from the first on."""
+        kept = unpack_bits(self.tensors["k_psac_c_bitmap"], 1, self.tokens)
+        dropped = kept[..., : range(self.tokens)[tokens].start].sum(-1, dtype=torch.int64)
+        cut = {"k_psac_c_bitmap": pack_bits(kept[..., tokens].contiguous(), 1)}
+        for name in ("k_psac_c_rows", "k_psac_c_row_scales"):
+            rows = self.tensors[name]
+            place = torch.arange(rows.shape[2], device=rows.device) + dropped.unsqueeze(-1)
+            place = place.clamp_max(rows.shape[2] - 1)
+            shape = (*place.shape, *[1] * (rows.ndim - 3))
+            cut[name] = rows.gather(2, place.view(shape).expand(*place.shape, *rows.shape[3:]))
+        return cut
 
     def to_savable(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Contiguous tensors and string metadata, ready for `safetensors.torch.save_file`."""

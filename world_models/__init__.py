@@ -7,6 +7,7 @@ from typing import Any
 
 from ..quantwm_core import CacheHandle, CacheSettings
 from ..quantwm_core.methods import Method
+from ..quantwm_core.plan_table import World
 from ..quantwm_core.probe import LogitProbe
 from . import causal_wan
 
@@ -31,9 +32,31 @@ def attach(
     Raises:
         ValueError: when no adapter knows the model.
     """
+    return _adapter_of(model).attach(model, settings, on_block, method, probe)
+
+
+def world_of(model: Any, width: int, height: int) -> World:
+    """What a plan has to know: the shape of the model's cache for videos of `width` x `height` pixels.
+
+    Raises:
+        ValueError: when no adapter knows the model.
+    """
+    return _adapter_of(model).world_of(model, width, height)
+
+
+def room_for_cache(model: Any, width: int, height: int, latents: int) -> int:
+    """Bytes that the model's device has free beside the model and the forward of a block of `latents` latent frames.
+
+    Raises:
+        ValueError: when no adapter knows the model, or when nothing is left.
+    """
+    return _adapter_of(model).room_for_cache(model, width, height, latents)
+
+
+def _adapter_of(model: Any) -> Any:
     for adapter in ADAPTERS:
         if adapter.supports(model):
-            return adapter.attach(model, settings, on_block, method, probe)
+            return adapter
     known = ", ".join(adapter.MODELS for adapter in ADAPTERS)
     network = type(getattr(model.model, "diffusion_model", None)).__name__
     raise ValueError(

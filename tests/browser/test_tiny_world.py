@@ -25,6 +25,7 @@ KV_CACHE = {
     "cache_device": "gpu",
     "backend": "auto",
     "jensen": "off",
+    "bit_overrides": "",
 }
 
 

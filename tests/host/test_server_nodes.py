@@ -24,6 +24,7 @@ NODE_IDS = {
     "QuantWMWorldSampler",
     "QuantWMPromptChange",
     "QuantWMMemory",
+    "QuantWMPlanner",
     "QuantWMBudget",
 }
 
@@ -144,6 +145,22 @@ def test_world_sampler_equals_the_hosts_until_it_is_asked_for_more(server, promp
     states = [e["data"]["nodes"] for e in events if e["type"] == "progress_state"]
     sampler = node_of(asked, "SamplerCustomAdvanced")
     assert max(nodes[sampler]["max"] for nodes in states if sampler in nodes) == 2 * 5
+
+
+def test_settings_from_the_planner_are_what_the_run_uses(server, prompt):
+    planned, apply = dict(prompt), node_of(prompt, "QuantWMApply")
+    # 36 latent frames of 96 tokens need 20.25 MiB in BF16, and packed less than 19 even where all else is float32.
+    size = {"width": 192, "height": 128, "length": 141, "frames_per_block": 3}
+    model = [node_of(prompt, "QuantWMLoadWorldModel"), 0]
+    planned["plan"] = {"class_type": "QuantWMPlanner", "inputs": {"model": model, **size, "budget": 0.0185}}
+    planned[apply] = prompt[apply] | {"inputs": prompt[apply]["inputs"] | {"settings": ["plan", 0]}}
+    entry = server.wait(server.queue(planned))
+    report = "".join(entry["outputs"]["plan"]["text"])
+    assert server.file(entry["outputs"]["plan"]["images"][0])[:4] == b"\x89PNG"
+    record = record_in("\n".join(entry["outputs"][node_of(prompt, "QuantWMCacheStats")]["text"]))
+    assert "36 latent frames x 96 tokens, blocks of 3" in report and record["method"] == "quantwm"
+    bits = f"keys {record['key_bits']} bit, values {record['value_bits']} bit"
+    assert f"best picture that fits: quantwm, {bits}: cache" in report
 
 
 @pytest.mark.parametrize(

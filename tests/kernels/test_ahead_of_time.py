@@ -38,7 +38,7 @@ def split(shape):
 
 capability = int(sys.argv[1])
 for form, width in ((("quantwm", 2, 2, 64, 16, False), 128), (("quantwm-paper", 2, 2, 64, 8, True), 80)):
-    constants = decode.format_constants(tables.Format(*form).numbers(), width, True)
+    constants = decode.format_constants(tuple(tables.Format(*form).numbers()), width, True)
     shape, options = split(decode.launch_shape(constants["W"]))
     build(decode.decode_kernel, constants | shape, options, capability)
     if form[0] == "quantwm":

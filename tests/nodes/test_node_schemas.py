@@ -54,6 +54,7 @@ INPUTS |= {
         "window",
         "sink",
     ],
+    "QuantWMPlanner": ["model", "width", "height", "length", "frames_per_block", "budget"],
 }
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
@@ -72,6 +73,7 @@ OUTPUTS |= {
     "QuantWMBudget": ["QUANTWM_SETTINGS"],
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
     "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
+    "QuantWMPlanner": ["QUANTWM_SETTINGS", "STRING", "IMAGE"],
 }
 NAMES = {
     "QuantWMKVCache": "QuantWM KV Cache",
@@ -90,6 +92,7 @@ NAMES |= {
     "QuantWMBudget": "Cache Budget",
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",
+    "QuantWMPlanner": "Memory Planner",
 }
 KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", ""]
 ADVANCED = {

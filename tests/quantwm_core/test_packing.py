@@ -1,5 +1,8 @@
 """Layers that pack together get what they would get alone, and are billed what they really hold."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -124,3 +127,54 @@ def test_blocks_leave_a_group_for_the_bank_and_are_billed_there(method):
         assert 0 < layer.bank_bytes() < sum(layer.usage().values())
     cache.recall([0])
     assert all(layer.read()[0].shape[1] == 4 * TOKENS for layer in cache.layers)
+
+
+def test_sparse_corrections_are_cut_with_their_tokens():
+    """The paper's coefficients that only some tokens have stay with these tokens, from either side."""
+    method = build_method(CacheSettings(method="quantwm-paper"))
+    layer = LayerCache(CacheSettings(method="quantwm-paper"), method)
+    k = torch.ones(1, 600, 2, 64)
+    k[:, ::7] = normal(1, 86, 2, 64)
+    for _ in range(2):
+        layer.append(k, k, normal(1, 600, 2, 64, seed=3))
+        layer.commit()
+    span = layer.entries[-1].stored
+    assert "k_psac_c_bitmap" in span.tensors
+    keys, _ = method.decode(span)
+    for start, stop in ((0, 101), (99, 600), (250, 251)):
+        found, _ = method.decode(span.tail(start).narrow(stop - start))
+        torch.testing.assert_close(found, keys[:, start:stop], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("span_blocks", [1, 2])
+def test_the_bank_forgets_spans_of_several_blocks(span_blocks):
+    cache = world(span_blocks=span_blocks)
+    for index in range(4):
+        add_block(cache, index)
+    cache.retire([0, 1], torch.device("cpu"))
+    for number in (0, 1):
+        cache.forget([number])
+    assert all(not layer.bank for layer in cache.layers)
+
+
+def test_a_block_cut_in_two_counts_once_when_it_is_packed():
+    cache = world(span_blocks=3)
+    for index in range(2):
+        add_block(cache, index)
+    for layer in cache.layers:
+        layer.evict(10, 10)
+    add_block(cache, 2)
+    assert all(layer.blocks == 3 and layer.pack_events == 1 for layer in cache.layers)
+
+
+def test_nothing_outlives_the_cache():
+    cache = world()
+    add_block(cache, 0)
+    kept = [weakref.ref(t) for t in cache.layers[0].state.shared.values()]
+    cache.release()
+    gc.disable()
+    try:
+        del cache
+        assert not any(ref() is not None for ref in kept)
+    finally:
+        gc.enable()

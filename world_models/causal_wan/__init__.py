@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .adapter import attach, supports
+from .shape import room_for_cache, world_of
 
 MODELS = "Causal-Forcing, Self-Forcing, LingBot-World and other causal Wan 2.1 checkpoints"
 
-__all__ = ["MODELS", "attach", "supports"]
+__all__ = ["MODELS", "attach", "room_for_cache", "supports", "world_of"]

@@ -104,9 +104,11 @@ class CausalWanRun:
         """
         network = self.model.diffusion_model
         original = type(network).forward_block
-        if not self._rehearse:
-            return original(network, x=x, timestep=timestep, **kwargs)
         frames, noisy = x.shape[2], len(REHEARSAL_SIGMAS)
+        window = kwargs.get("window")
+        if not self._rehearse or (window is not None and frames + noisy > window.size - window.sink):
+            self._rehearse = False
+            return original(network, x=x, timestep=timestep, **kwargs)
         sigmas = torch.tensor(REHEARSAL_SIGMAS, device=x.device)
         noise, late = self._rehearsal(x, sigmas), self.model.model_sampling.timestep(sigmas).to(timestep)
         late = late.expand(x.shape[0], -1)
@@ -135,6 +137,8 @@ class CausalWanRun:
             logger.warning(
                 "QuantWM: this sampler made no KV cache, so nothing was packed. Use World Sampler or Sampler AR Video."
             )
+        if self.cache is not None:
+            self.cache.release()
         self.cache = self._native = None
 
     def _block_committed(self, entry: dict) -> None:

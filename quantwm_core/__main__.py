@@ -1,0 +1,8 @@
+"""Entry of `python -m quantwm_core`."""
+
+import sys
+
+from .command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The guides in docs/: their links lead somewhere, their messages are the code's, their code runs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks.host import ROOT
+from quantwm_core import METHODS, CacheSettings, span
+from quantwm_core.methods import LayerState
+from quantwm_core.query_stats import QueryStats
+
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[\w-]+)?\)|src=\"([^\"]+)\"")
+PATH = re.compile(r"`((?:benchmarks|docs|locales|nodes|quantwm_core|scripts|tests|web|world_models)/[\w./-]*)`")
+CODE = re.compile(r"`([^`\n]+)`")
+PACK_FOLDERS = ("nodes", "quantwm_core", "kernels", "world_models")
+
+
+def read(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+@cache
+def spoken() -> str:
+    """All texts in the pack's code, what is filled in replaced by `...`."""
+    texts = []
+    for path in (path for folder in PACK_FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+                texts.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def example(number: int, name: str, folder: Path) -> ModuleType:
+    """A code block of the developer guide as the module of that name."""
+    code = re.findall(r"```python\n(.*?)```", read("developer-guide.md"), re.DOTALL)[number]
+    file = folder / f"example_{number}.py"
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks up its module by name.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    targets = [page.parent / (link or image) for link, image in LINK.findall(text)]
+    targets += [ROOT / path for path in PATH.findall(text) if path != "quantwm_core/methods/minmax.py"]
+    assert not [target for target in targets if not target.exists()]
+
+
+def test_readme_leads_to_every_guide():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [page.name for page in GUIDES if f"(docs/{page.name})" not in readme]
+
+
+def test_messages_are_those_of_the_code():
+    # Several words in code type are something that the program says, not a name.
+    messages = [text for text in CODE.findall(read("troubleshooting.md")) if text.count(" ") >= 2]
+    assert len(messages) > 20
+    assert not [message for message in messages if message not in spoken()]
+
+
+def test_measured_figures_are_the_readmes():
+    rows = re.findall(r"^\| (\d+, \d+) \| (.+) \|$", read("which-bits.md"), re.MULTILINE)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(rows) == 4
+    for bits, cells in rows:
+        size, psnr, worst, token = cells.split(" | ")
+        assert re.search(
+            re.escape(f"| **`quantwm`** | {bits} | {size} | {psnr} | {worst} | ")
+            + r"[\d.]+ \| [\d.]+ \| "
+            + re.escape(token),
+            readme,
+        ), bits
+
+
+@pytest.fixture
+def minmax(tmp_path, monkeypatch):
+    monkeypatch.setattr(span, "PER_TOKEN", span.PER_TOKEN | {"k_zeros"})
+    return example(0, "quantwm_core.methods.minmax", tmp_path).MinMax
+
+
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(2, 2), (4, 16), (16, 2)])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_method_of_the_guide(minmax, key_bits, value_bits, head_dim):
+    assert "minmax" not in METHODS, "the guide's example has become real: show another"
+    method = minmax(CacheSettings(key_bits=key_bits, value_bits=value_bits))
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 13, 3, head_dim, generator=generator) for _ in "kv")
+    packed = method.encode(k, v, QueryStats(), LayerState())
+    for start, stop, piece in ((0, 13, packed), (0, 5, packed.narrow(5)), (5, 13, packed.tail(5))):
+        for true, got, bits in zip((k, v), method.decode(piece), (key_bits, value_bits)):
+            assert got.shape == true[:, start:stop].shape
+            wanted = true[:, start:stop]
+            # Steps and ends are stored in float16.
+            allowed = half_steps(wanted, bits) + 4e-3 if bits < 16 else torch.zeros_like(wanted)
+            assert ((got - wanted).abs() <= allowed).all()
+    assert dataclasses.is_dataclass(method)
+    if key_bits != 16:
+        (steps,) = method.key_steps(packed)
+        assert steps.index.shape == (6, 13, 1) and steps.levels.shape == (6, 13, -(-head_dim // 64))
+
+
+def half_steps(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """What rounding between the ends of each group of 64 channels may be off by, from the formula in float64."""
+    halves = []
+    for group in x.double().split(64, dim=-1):
+        step = (group.amax(-1, keepdim=True) - group.amin(-1, keepdim=True)) / (2**bits - 1)
+        halves.append((step / 2).expand_as(group))
+    return torch.cat(halves, -1)
+
+
+def test_conversation_of_the_guide(tmp_path):
+    module = example(1, "guide_conversation", tmp_path)
+    assert module.record["tokens"] == 144 and module.record["ratio_resident"] > 1
+    plain = module.WorldCache(CacheSettings(key_bits=16, value_bits=16), module.CacheGeometry(2, 4, 64))
+    given = [[torch.randn(3, 1, 48, 4, 64).unbind(0) for _ in range(2)] for _ in range(2)]
+    module.block(plain, given[0])
+    out = module.layer_forward(plain, 1, *given[1][1], clean=False)
+    q, k, v = given[1][1]
+    both = (torch.cat((old, new), 1) for old, new in zip(given[0][1][1:], (k, v)))
+    assert torch.allclose(out, module.attention(q, *both), atol=1e-6)
