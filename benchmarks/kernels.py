@@ -213,8 +213,11 @@ class Bench:
         if self.device.type == "cuda":
             reading, tables = bare_module("kernels.reading"), bare_module("kernels.tables")
             table, live = tables.piece_table(history, self.device), pieces[-1]
-            for name, attend in (("packed", reading.attend_spans), ("pieces", reading.attend_parts)):
-                self.add("attend_packed", shape, name, partial(attend, table, live, q), flop=flop)
+            for name, attend in (
+                ("packed", partial(reading.attend_spans, table)),
+                ("pieces", partial(reading.attend_parts, [table])),
+            ):
+                self.add("attend_packed", shape, name, partial(attend, live, q), flop=flop)
 
 
 def _sdpa(backend: SDPBackend, *plain: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ so that the choice, and with it the last bits of the result, stays the same from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .attention import attend_spans
-from .decode import FAILURES, READABLE, launch_decode, on_device
-from .tables import PieceTable, piece_table
+from .decode import FAILURES, READABLE, launch_decode, nothing_of, on_device
+from .tables import PieceTable, format_runs, piece_table
 
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -85,8 +85,8 @@ def attend_packed(
             way = "pieces"
             _chosen[key] = way, "pieces (a decoded layer no longer fitted the memory)"
     history, live = _split(pieces, queries)
-    table = piece_table(history, queries.device)
-    merged = attend_spans(table, live, queries) if way == "packed" else attend_parts(table, live, queries)
+    tables = _tables(history, queries.device)
+    merged = attend_spans(*tables, live, queries) if way == "packed" else attend_parts(tables, live, queries)
     return merged.flatten(2)
 
 
@@ -109,6 +109,11 @@ def _split(pieces: Sequence[RawBlock | PackedSpan], queries: torch.Tensor) -> tu
     return [on_device(piece, queries.device) for piece in history], live
 
 
+def _tables(history: Sequence[RawBlock | PackedSpan], device: torch.device) -> list[PieceTable]:
+    """A table for each run of one format."""
+    return [piece_table(run, device) for run in format_runs(history)]
+
+
 def _kinds(pieces: Sequence[RawBlock | PackedSpan]) -> frozenset:
     """Formats of the packed pieces, which decide what can read them and how fast."""
     spans = (piece for piece in pieces if isinstance(piece, PackedSpan))
@@ -129,6 +134,8 @@ def packed_refusal(pieces: Sequence[RawBlock | PackedSpan], queries: int, fits: 
         return "packed reads method quantwm only"
     if any(16 in (key_bits, value_bits) for _, key_bits, value_bits, *_ in kinds):
         return "packed needs both keys and values packed"
+    if len({kind[:4] for kind in kinds}) > 1:
+        return "packed reads spans of one width only"
     if fits and queries > FEW_QUERIES:
         return f"packed is not tried for more than {FEW_QUERIES} queries"
     return None
@@ -141,10 +148,10 @@ def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) 
     fits = _workspace_fits(queries, tokens)
     if not fits and not _readable(pieces):
         return "host", "host (kernels do not read this method in parts)"
-    table = live = None
+    tables = live = None
     if _readable(pieces):
         history, live = _split(pieces, queries)
-        table = piece_table(history, queries.device)
+        tables = _tables(history, queries.device)
     if fits:
         # Timed before its result is kept: two workspaces may not fit.
         decode_ms = _time(read)
@@ -154,10 +161,10 @@ def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) 
         expected = partial(_attend, "host", queries, keys, values, attention)
     else:
         remarks.append("a decoded layer does not fit the memory")
-        times["pieces"] = _time(partial(attend_parts, table, live, queries))
-        expected = partial(attend_parts, table, live, queries)
-    packed = partial(attend_spans, table, live, queries)
+        times["pieces"] = _time(partial(attend_parts, tables, live, queries))
+        expected = partial(attend_parts, tables, live, queries)
     refusal = packed_refusal(pieces, queries.shape[1], fits)
+    packed = None if refusal else partial(attend_spans, *tables, live, queries)
     packed_ms = float("inf") if refusal else _time(packed)
     if packed_ms < float("inf") and not _agree(packed(), expected()):
         refusal = "packed disagrees with decoding on this GPU and Triton"
@@ -206,19 +213,25 @@ def _time(run: Callable) -> float:
     return best
 
 
-def attend_parts(table: PieceTable, live: RawBlock, queries: torch.Tensor) -> torch.Tensor:
+def attend_parts(tables: Sequence[PieceTable], live: RawBlock, queries: torch.Tensor) -> torch.Tensor:
     """Attention `[B, T, H, D]` with a workspace of at most about PART_BYTES: decode a part, attend, merge."""
+    result = attend_with_lse(queries, live.k, live.v)
+    for table in tables:
+        for keys, values in _parts(table, live, queries):
+            result = merge(*result, *attend_with_lse(queries, keys, values))
+    return result[0].to(queries.dtype).transpose(1, 2)
+
+
+def _parts(table: PieceTable, live: RawBlock, queries: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Keys and values `[2, B, S, H, D]` of a table, a bounded part at a time."""
     batch, _, heads, head_dim = queries.shape
     chunk = max(1, PART_BYTES // (2 * batch * heads * head_dim * queries.element_size() * _chunk_tokens(table)))
-    parts = [slice(first, first + chunk) for first in range(0, len(table.tiles), chunk)]
-    nothing = RawBlock(live.k[:, :0], live.v[:, :0])
-    result = attend_with_lse(queries, live.k, live.v)
-    for part in parts:
+    for first in range(0, len(table.tiles), chunk):
+        part = slice(first, first + chunk)
         tokens = table.first_token(part.stop) - table.first_token(part.start)
-        keys, values = torch.empty(2, batch, tokens, heads, head_dim, dtype=queries.dtype, device=queries.device)
-        launch_decode(table, nothing, keys, values, part)
-        result = merge(*result, *attend_with_lse(queries, keys, values))
-    return result[0].to(queries.dtype).transpose(1, 2)
+        both = torch.empty(2, batch, tokens, heads, head_dim, dtype=queries.dtype, device=queries.device)
+        launch_decode(table, nothing_of(live), *both, part)
+        yield both
 
 
 def _chunk_tokens(table: PieceTable) -> int:

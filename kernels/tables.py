@@ -74,6 +74,23 @@ class Format:
         return cls(*next(iter(found)), max(ranks, default=0), sparse)
 
 
+def format_runs(pieces: Sequence[RawBlock | PackedSpan]) -> list[list[RawBlock | PackedSpan]]:
+    """The pieces, in their order, cut where the format changes: one table can describe each run.
+
+    Blocks in full precision go along with any format.
+    """
+    runs, form = [], None
+    for piece in pieces:
+        own = form
+        if isinstance(piece, PackedSpan):
+            own = (piece.method, piece.key_bits, piece.value_bits, piece.group_size)
+        if not runs or form not in (None, own):
+            runs.append([])
+        runs[-1].append(piece)
+        form = own
+    return runs
+
+
 # Where nothing is packed, any format serves.
 RAW_FORMAT = Format("rtn", 16, 16, 64, 0, False)
 

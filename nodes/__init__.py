@@ -3,6 +3,7 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .apply import QuantWMApply
+from .budget import QuantWMBudget
 from .cache_stats import QuantWMCacheStats
 from .camera_path import QuantWMCameraPath
 from .compare import QuantWMCompare
@@ -32,6 +33,7 @@ NODES: list[type[io.ComfyNode]] = [
     QuantWMCameraPath,
     QuantWMLingBotConditioning,
     QuantWMPlanner,
+    QuantWMBudget,
 ]
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from .overrides import head_groups
 from .packing import GROUP_BYTES
 from .record import CacheHandle
-from .span import PARTS
+from .span import PARTS, PackedSpan
 
 if TYPE_CHECKING:
     from .cache import CacheGeometry, WorldCache
+    from .layer_cache import LayerCache
     from .settings import CacheSettings
 
 
@@ -23,6 +25,7 @@ def build_record(cache: WorldCache) -> dict:
     bytes_workspace_peak: the largest decoded layer, alive only while that layer attends.
     ratio_packed: BF16 size of the packed scalars over their packed bytes; ratio_resident: BF16 size of everything
     over all that is resident when the run ends (packed, unpacked and state).
+    blocks_by_bits: with a budget, how many blocks ended in which bits of keys/values.
     """
     usage = cache.usage()
     geometry, settings, layers = cache.geometry, cache.settings, cache.layers
@@ -39,6 +42,8 @@ def build_record(cache: WorldCache) -> dict:
         "key_bits": settings.key_bits,
         "value_bits": settings.value_bits,
         "bit_overrides": settings.bit_overrides.strip(),
+        "budget_bytes": settings.budget_bytes,
+        "blocks_by_bits": _blocks_by_bits(layers[-1]) if settings.budget_gb else {},
         "backend": backend,
         "backend_reason": backend_reason,
         "layers": geometry.layers,
@@ -104,6 +109,9 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
     """
     bf16 = geometry.bytes_bf16(tokens)
     stored = bf16 * _planned_bits(settings, geometry) / 16
+    if settings.budget_gb:
+        most = bf16 * _planned_bits(settings.in_width(settings.widths[-1]), geometry) / 16
+        stored = min(most, max(stored, settings.budget_bytes))
     if settings.cache_device == "cpu":
         stored *= min(1, 2 / geometry.layers)  # the layer that attends, and the next one on its way
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
@@ -111,6 +119,15 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
     decoded = bf16 / geometry.layers * (1 if settings.jensen == "off" else 2)
     waiting = min(2 * GROUP_BYTES, bf16)
     return round(stored + decoded + waiting)
+
+
+def _blocks_by_bits(layer: LayerCache) -> dict[str, int]:
+    """Blocks of a layer, by the bits of keys/values, the fewest first; full precision is 16/16."""
+    count: Counter[tuple[int, int]] = Counter()
+    for entry in layer.entries + layer.bank:
+        stored = entry.stored
+        count[(stored.key_bits, stored.value_bits) if isinstance(stored, PackedSpan) else (16, 16)] += entry.blocks
+    return {f"{keys}/{values}": count[keys, values] for keys, values in sorted(+count)}
 
 
 def _planned_bits(settings: CacheSettings, geometry: CacheGeometry) -> float:
@@ -148,6 +165,9 @@ def describe(record: dict) -> str:
     """Method and bits of a record in words."""
     if not record["bytes_packed"]:
         return f"{record['method']} (the host's own cache)"
+    if record.get("budget_bytes"):
+        blocks = ", ".join(f"{count} in {bits}" for bits, count in record["blocks_by_bits"].items())
+        return f"{record['method']} in a budget of {format_bytes(record['budget_bytes'])}, blocks by bits: {blocks}"
     others = f", except {record['bit_overrides']}" if record.get("bit_overrides") else ""
     return f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit{others}"
 
@@ -174,6 +194,9 @@ def format_report(handle: CacheHandle) -> str:
         f"kept in full precision {format_bytes(record['bytes_unpacked'])}, method state "
         f"{format_bytes(record['bytes_state'])}, workspace {format_bytes(record['bytes_workspace_peak'])}"
     )
+    if 0 < record.get("budget_bytes", 0) < resident - record["bytes_bank"]:
+        over = format_bytes(resident - record["bytes_bank"] - record["budget_bytes"])
+        lines.append(f"the budget is exceeded by {over}: even the fewest bits do not fit into it")
     if record["blocks_in_bank"]:
         lines.append(f"of this, {record['blocks_in_bank']} blocks in the bank: {format_bytes(record['bytes_bank'])}")
     lines.append(f"encode {record['encode_seconds']:.2f} s, decode {record['decode_seconds']:.2f} s")

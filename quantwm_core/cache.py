@@ -12,6 +12,7 @@ import torch
 
 from .accounting import build_record
 from .backends import Dispatcher, choose, device_facts, settings_facts
+from .budget import Budget
 from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
@@ -73,6 +74,7 @@ class WorldCache:
             stream = torch.cuda.Stream(device)
             for layer, following in zip(self.layers, self.layers[1:] + self.layers[:1]):
                 layer.fetch_ahead(following, device, stream)
+        self._budget = self._open_budget() if settings.budget_gb else None
         self.history: list[dict] = []
         self._on_block = on_block
         self._started = time.perf_counter()
@@ -113,6 +115,8 @@ class WorldCache:
             if layer + 1 == min(first + self._together, self.geometry.layers):
                 pack_ready(self.layers[first : layer + 1])
         if layer == self.geometry.layers - 1:
+            if self._budget is not None:
+                self._budget.keep()
             self._block_done()
 
     def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:
@@ -145,6 +149,17 @@ class WorldCache:
     def record(self) -> dict:
         """Everything measured so far, JSON-ready; see `accounting.build_record`."""
         return build_record(self)
+
+    def resident_bytes(self) -> int:
+        """Everything that this cache holds, except for what only the bank refers to."""
+        return sum(self.usage().values()) - sum(layer.bank_bytes() for layer in self.layers)
+
+    def _open_budget(self) -> Budget:
+        step = self._together
+        groups = [self.layers[first : first + step] for first in range(0, len(self.layers), step)]
+        # A bit of keys or of values, for one token in all layers.
+        per_bit = self.geometry.bytes_bf16(1) / 32
+        return Budget(groups, per_bit, self.resident_bytes)
 
     def _block_done(self) -> None:
         record_usage = self.usage()

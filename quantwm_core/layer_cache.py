@@ -55,6 +55,8 @@ class LayerCache:
         # By the number of the first block and what the bank holds.
         self.recalled: dict[tuple[int, int], RawBlock | PackedSpan] = {}
         self.keeps_means = False
+        # With a budget: how the newest block asked, until bits have been chosen.
+        self.newest_moment: torch.Tensor | None = None
         self.following: LayerCache | HeadGroups | None = None
         self._fetch: LayerFetch | None = None
         self._retired = 0
@@ -152,6 +154,8 @@ class LayerCache:
 
     def make_history(self) -> None:
         """Make appended blocks history, still in full precision; for layers that pack together."""
+        if self.settings.budget_gb and self.pending:
+            self.newest_moment = self.pending[-1].moment
         for block in self.pending:
             if self.blocks < self.settings.keep_first_blocks:
                 block.moment = None  # it will never be packed
@@ -275,6 +279,9 @@ class LayerCache:
         """
         self._check_shape(k, v)
         history = self._fetched_history()
+        if self.settings.budget_gb:
+            # Positions are part of the keys: spans of one width come together, so that a kernel reads them in one go.
+            history.sort(key=_width)
         if self.following is not None:
             self.following.start_fetch()
         pieces = history + [RawBlock(k, v)]
@@ -359,6 +366,16 @@ class LayerCache:
         self.pack_events += 1
         self._count(span)
 
+    def decoded(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, S, H, D]` of the entry `index`, on the device where the cache is read."""
+        return self._gather([self.entries[index].stored])
+
+    def exchange(self, index: int, span: PackedSpan) -> None:
+        """Put a span in the place of another one of the same tokens."""
+        self.entries[index].stored = span
+        self.pack_events += 1
+        self._recount()
+
     def settle(self) -> None:
         """Count blocks that stay in full precision, and let them own their memory."""
         for entry in self.entries:
@@ -417,3 +434,8 @@ class LayerCache:
         blocks = [stored for stored in self._stored() if isinstance(stored, RawBlock)]
         tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
         self._usage["blocks"] = storage_bytes(tensors)
+
+
+def _width(piece: RawBlock | PackedSpan) -> tuple[int, int]:
+    """Bits of keys and values; blocks in full precision come last."""
+    return (piece.key_bits, piece.value_bits) if isinstance(piece, PackedSpan) else (32, 32)

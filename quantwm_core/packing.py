@@ -66,8 +66,17 @@ class Packer:
         """Start anew, as before the first span."""
         self.state = LayerState()
 
-    def pack(self, blocks: Sequence[Sequence[RawBlock]]) -> list[PackedSpan]:
-        """One span for each layer, from the blocks of each (`blocks[layer]`, as many tokens in all of them)."""
+    def pack(
+        self, blocks: Sequence[Sequence[RawBlock]], width: tuple[int, int] | None = None, again: bool = False
+    ) -> list[PackedSpan]:
+        """One span for each layer, from the blocks of each (`blocks[layer]`, as many tokens in all of them).
+
+        Args:
+            width: bits of keys and values; the most that the settings allow when None.
+            again: these blocks have been packed before, so the method learns nothing new from them.
+        """
+        settings = self.settings.in_width(width or self.settings.widths[-1])
+        method = self.method if settings is self.settings else replace(self.method, settings=settings)
         with self._watch:
             k = _joined([[block.k for block in own] for own in blocks])
             v = _joined([[block.v for block in own] for own in blocks])
@@ -75,9 +84,11 @@ class Packer:
             if None not in self._metrics:
                 self.state.value_metric = partial(_joined_metrics, self._metrics, batch)
             stats = QueryStats(own=_moments(blocks), earlier=self.state.earlier.moment)
-            facts = call_facts(self.settings, k)
-            span = self._backend.run("encode_span", facts, self.method, k, v, stats, self.state)
-            if self.method.uses_earlier_queries and stats.own is not None:
+            tokens = self.state.tokens
+            span = self._backend.run("encode_span", call_facts(settings, k), method, k, v, stats, self.state)
+            if again:
+                self.state.tokens = tokens
+            elif self.method.uses_earlier_queries and stats.own is not None:
                 self.state.earlier.add(stats.own, k.shape[1])
         if self.settings.cache_device == "cpu":
             span = self._offload(span)
@@ -148,6 +159,13 @@ def pack_ready(layers: Sequence[LayerCache]) -> None:
             layer.replace(group, span)
     for layer in layers:
         layer.settle()
+
+
+def repack(layers: Sequence[LayerCache], index: int, width: tuple[int, int]) -> None:
+    """Store the span of entry `index` in other bits, in all layers of a group, minding what the newest block asked."""
+    blocks = [[RawBlock(*layer.decoded(index), layer.newest_moment)] for layer in layers]
+    for layer, span in zip(layers, layers[0].packer.pack(blocks, width, again=True), strict=True):
+        layer.exchange(index, span)
 
 
 def _joined_metrics(metrics: Sequence[Callable[[], torch.Tensor]], batch: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ NODE_IDS = {
     "QuantWMPromptChange",
     "QuantWMMemory",
     "QuantWMPlanner",
+    "QuantWMBudget",
 }
 
 

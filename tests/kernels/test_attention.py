@@ -77,7 +77,7 @@ def test_parts_merge_to_the_whole(pack, make_layer, monkeypatch):
     layer = make_layer([pack.tables.CHUNK * 2 + 9, 20], heads=1, dtype=dtype)
     table, live, q = problem(pack, layer, queries=17)
     monkeypatch.setattr(pack.reading, "PART_BYTES", 1)
-    assert_close(pack.reading.attend_parts(table, live, q), reference(layer, q, live), dtype)
+    assert_close(pack.reading.attend_parts([table], live, q), reference(layer, q, live), dtype)
 
 
 @pytest.mark.gpu
@@ -150,3 +150,17 @@ def test_what_kernels_do_not_know_is_left_to_pytorch(pack, fact, operation, reas
     assert pack.backends.choose(operation, "auto", usual).implementation.backend == "triton"
     choice = pack.backends.choose(operation, "auto", usual | fact)
     assert choice.implementation.backend == "torch" and choice.reasons == (reason,)
+
+
+def test_parts_of_different_bits_merge_to_the_whole(pack, make_layer, monkeypatch, device):
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    layer = make_layer([pack.tables.CHUNK + 9, 20], heads=1, dtype=dtype)
+    layer.entries += make_layer([33], heads=1, dtype=dtype, key_bits=4, value_bits=8).entries
+    history = [entry.stored for entry in layer.entries]
+    tables = [pack.tables.piece_table(run, device) for run in pack.tables.format_runs(history)]
+    assert len(tables) == 2
+    live = pack.span.RawBlock(*torch.randn(2, 1, 5, 1, 64, device=device).to(dtype))
+    q = torch.randn(1, 17, 1, 64, device=device).to(dtype)
+    monkeypatch.setattr(pack.reading, "PART_BYTES", 1)
+    assert_close(pack.reading.attend_parts(tables, live, q), reference(layer, q, live), dtype)
+    assert "one width" in pack.reading.packed_refusal(history, 17, fits=True)

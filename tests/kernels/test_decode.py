@@ -139,3 +139,30 @@ def test_layers_that_were_packed_together(pack, device, tokens, aligned):
         assert_within_one_ulp(*reversed(decode_both(pack, layer)))
     second = [entry.stored for entry in world.layers[1].entries]
     assert pack.tables.piece_table(second, device).aligned == aligned
+
+
+def mixed_layer(pack, make_layer, widths, **shape):
+    """A layer whose blocks have different bits, a block in full precision among them."""
+    layer = make_layer([40, 33], keep_recent_blocks=1, **shape)
+    for keys, values in widths:
+        other = make_layer([pack.tables.CHUNK + 7, 18], key_bits=keys, value_bits=values, **shape)
+        layer.entries += other.entries
+    return layer
+
+
+@pytest.mark.parametrize("method", ["quantwm", "rtn"])
+def test_spans_of_different_bits(pack, make_layer, method):
+    """Each run of spans in one format is read by itself, into its part of the workspace."""
+    layer = mixed_layer(pack, make_layer, [(4, 4), (2, 2), (8, 8), (8, 2)], heads=1, head_dim=48, method=method)
+    pieces = [entry.stored for entry in layer.entries]
+    runs = pack.tables.format_runs(pieces)
+    assert [len(run) for run in runs] == [2, 2, 2, 2, 2] and sum(runs, []) == pieces
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+def test_runs_of_one_format(pack, make_layer):
+    """Blocks in full precision cut no run, wherever they lie."""
+    layer = make_layer([20, 33, 12], keep_first_blocks=1, keep_recent_blocks=1, head_dim=48)
+    pieces = [entry.stored for entry in layer.entries]
+    assert pack.tables.format_runs(pieces) == [pieces]
+    assert pack.tables.format_runs(pieces[:1]) == [pieces[:1]] and pack.tables.format_runs([]) == []

@@ -41,6 +41,7 @@ INPUTS = {
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 INPUTS |= {
+    "QuantWMBudget": ["settings", "budget_gb"],
     "QuantWMCameraPath": ["motion", "length", "distance", "angle", "fov", "actions", "keyframes", "folder"],
     "QuantWMLingBotConditioning": [
         "positive",
@@ -69,6 +70,7 @@ OUTPUTS = {
     "QuantWMMemory": ["QUANTWM_MEMORY"],
 }
 OUTPUTS |= {
+    "QuantWMBudget": ["QUANTWM_SETTINGS"],
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
     "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
     "QuantWMPlanner": ["QUANTWM_SETTINGS", "STRING", "IMAGE"],
@@ -87,6 +89,7 @@ NAMES = {
     "QuantWMMemory": "World Memory",
 }
 NAMES |= {
+    "QuantWMBudget": "Cache Budget",
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",
     "QuantWMPlanner": "Memory Planner",

@@ -140,3 +140,14 @@ def test_world_memory_makes_settings_for_the_sampler(node):
 def test_the_tiny_worlds_prompt_says_how_the_camera_moves(node):
     (conditioning,) = node("tiny_world_conditioning", "TinyWorldConditioning").execute(18.0, 0.2, 30.0).args
     assert conditioning[0][1] == {"camera_motion": (18.0, 0.2, 30.0)}
+
+
+def test_cache_budget_adds_a_size_to_the_settings(node):
+    kv_cache, budget = node("kv_cache", "QuantWMKVCache"), node("budget", "QuantWMBudget")
+    defaults = {entry.id: entry.default for entry in kv_cache.define_schema().inputs}
+    (settings,) = kv_cache.execute(**defaults).args
+    (limited,) = budget.execute(settings, 1.5).args
+    assert limited.budget_bytes == 3 * 2**29 and limited.in_width((2, 2)).method == settings.method
+    (mixed,) = kv_cache.execute(**defaults | {"bit_overrides": "0=4"}).args
+    with pytest.raises(ValueError, match="take out Cache Budget"):
+        budget.execute(mixed, 1.5)
