@@ -229,7 +229,8 @@ def run_workers(arguments: argparse.Namespace) -> dict:
             words = [*_arguments(arguments).split(), "--part", str(i + 1), str(count), "--json", str(file)]
             command = [sys.executable, "-m", "benchmarks.quality", *words]
             workers.append(subprocess.Popen(command, env=os.environ | place))
-        if any([worker.wait() for worker in workers]):
+        codes = [worker.wait() for worker in workers]
+        if any(codes):
             raise SystemExit("benchmarks.quality: a worker failed; what it printed stands above.")
         documents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     joined = documents[0] | {"rows": in_order([row for d in documents for row in d["rows"]], wanted(arguments))}
