@@ -31,6 +31,7 @@ from .tiles import (
     finish_side,
     open_correction,
     open_side,
+    turn,
 )
 
 LOG2_E = math.log2(math.e)
@@ -49,15 +50,18 @@ def softmax_step(scores, valid, v, peak, total, acc):
 
 @triton.jit
 def attend_raw(
-    q, k, k_stride, v, v_stride, count, scale, peak, total, acc, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr
-):
-    """`count` tokens in full precision."""
+    q, row, first, k, k_stride, v, v_stride, count, scale, peak, total, acc,
+    D: tl.constexpr, W: tl.constexpr, N: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """`count` tokens in full precision, from token `first` of a piece on."""
     column = tl.arange(0, W)
     for offset in range(0, count, N):
         token = offset + tl.arange(0, N)
         valid = token < count
         mask = valid[:, None] & (column < D)[None, :]
         k_tile = tl.load(k + token[:, None] * k_stride + column[None, :], mask=mask, other=0.0)
+        if ROTATED:
+            k_tile = turn(row, first, token, valid, k_tile.to(tl.float32), D, W, N).to(k_tile.dtype)
         v_tile = tl.load(v + token[:, None] * v_stride + column[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k_tile), out_dtype=tl.float32)
         peak, total, acc = softmax_step(scores * scale, valid, v_tile, peak, total, acc)
@@ -68,7 +72,7 @@ def attend_raw(
 def attend_packed_chunk(
     q, row, first, count, head, scale, one, peak, total, acc,
     D: tl.constexpr, W: tl.constexpr, N: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, ALIGNED: tl.constexpr,
+    GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """`count` tokens of a packed span. The correction enters the scores as (Q U) C^T."""
     keys = open_side(row, KEYS, head, first, D, W, KEY_BITS, GROUP, True, True, 0)
@@ -82,6 +86,8 @@ def attend_packed_chunk(
         ids = fetch_ids(keys, token, valid, True)
         parts = fetch_side(keys, token, valid, ids, D, W, KEY_BITS, GROUP, True, True, 0, 0, ALIGNED)
         k = finish_side(keys, *parts, one, W, N, KEY_BITS, GROUP, True, True, 0)
+        if ROTATED:
+            k = turn(row, first, token, valid, k, D, W, N)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=tl.float32)
         if RANK:
             rows, unit = fetch_rows(correction, token, valid, RANK, R, True, ALIGNED)
@@ -100,7 +106,7 @@ def attention_kernel(
     out, ob, os, oh, heads, query_count, scale, one,
     D: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, CHUNK_: tl.constexpr,
-    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr,
+    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One program: M queries of one head over all stored pieces and the live block."""
     h = tl.program_id(1).to(tl.int64)
@@ -126,15 +132,17 @@ def attention_kernel(
             k += batch * tl.load(row + KEYS + RAW_B) + h * tl.load(row + KEYS + RAW_H)
             v = tl.load(row + VALUES + RAW).to(tl.pointer_type(queries.dtype.element_ty)) + first * v_stride
             v += batch * tl.load(row + VALUES + RAW_B) + h * tl.load(row + VALUES + RAW_H)
-            peak, total, acc = attend_raw(q, k, k_stride, v, v_stride, count, scale, peak, total, acc, D, W, N)
+            peak, total, acc = attend_raw(
+                q, row, first, k, k_stride, v, v_stride, count, scale, peak, total, acc, D, W, N, ROTATED
+            )
         else:
             peak, total, acc = attend_packed_chunk(
                 q, row, first, count, head, scale, one, peak, total, acc,
-                D, W, N, KEY_BITS, VALUE_BITS, GROUP, RANK, R, ALIGNED,
+                D, W, N, KEY_BITS, VALUE_BITS, GROUP, RANK, R, ALIGNED, ROTATED,
             )  # fmt: skip
     k = live_k + batch * kb + h * kh
     v = live_v + batch * vb + h * vh
-    peak, total, acc = attend_raw(q, k, ks, v, vs, live_tokens, scale, peak, total, acc, D, W, N)
+    peak, total, acc = attend_raw(q, rows, 0, k, ks, v, vs, live_tokens, scale, peak, total, acc, D, W, N, False)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + batch * ob + h * oh + query[:, None] * os + column[None, :], result, mask=mask)
 
@@ -186,7 +194,7 @@ def _launch(rows, tiles, queries, k, v, numbers):
     constants = dict(format_constants(tuple(form), head_dim, bool(aligned)))
     # Scales enter the product with the coefficients, and Triton 3.6 then mixes up products over 16 ranks.
     constants["R"] = max(32, constants["R"])
-    wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "ALIGNED", "CHUNK_", "FIELD_COUNT")
+    wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "ALIGNED", "CHUNK_", "FIELD_COUNT", "ROTATED")
     shape = launch_shape(constants["W"], count)
     attention_kernel[ceil_div(count, shape["M"]), heads, batch](
         rows, tiles, len(tiles), queries, *queries.stride()[:3], k, v, k.shape[1], *k.stride()[:3], *v.stride()[:3],

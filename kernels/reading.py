@@ -58,7 +58,6 @@ def explain(facts: dict) -> str:
         "dtype": OneOf((torch.bfloat16, torch.float16)),
         "head_dim": Between(16, 256),
         "jensen": OneOf(("off",)),
-        "rotated": OneOf((False,)),
     },
     failures=FAILURES,
     explain=explain,
@@ -118,7 +117,10 @@ def _tables(history: Sequence[RawBlock | PackedSpan], device: torch.device) -> l
 def _kinds(pieces: Sequence[RawBlock | PackedSpan]) -> frozenset:
     """Formats of the packed pieces, which decide what can read them and how fast."""
     spans = (piece for piece in pieces if isinstance(piece, PackedSpan))
-    return frozenset((span.method, span.key_bits, span.value_bits, span.group_size, span.rank) for span in spans)
+    return frozenset(
+        (span.method, span.key_bits, span.value_bits, span.group_size, span.rank, span.rotation is not None)
+        for span in spans
+    )
 
 
 def _readable(pieces: Sequence[RawBlock | PackedSpan]) -> bool:

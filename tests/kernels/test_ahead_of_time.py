@@ -37,7 +37,12 @@ def split(shape):
     return shape, options
 
 capability = int(sys.argv[1])
-for form, width in ((("quantwm", 2, 2, 64, 16, False), 128), (("quantwm-paper", 2, 2, 64, 8, True), 80)):
+FORMS = (
+    (("quantwm", 2, 2, 64, 16, False), 128),
+    (("quantwm", 2, 2, 64, 16, False, True), 128),
+    (("quantwm-paper", 2, 2, 64, 8, True, True), 80),
+)
+for form, width in FORMS:
     constants = decode.format_constants(tuple(tables.Format(*form).numbers()), width, True)
     shape, options = split(decode.launch_shape(constants["W"]))
     build(decode.decode_kernel, constants | shape, options, capability)

@@ -46,6 +46,15 @@ def test_head_widths(pack, make_layer, head_dim):
     assert_close(pack.attention.attend_spans(table, live, q), reference(layer, q, live), dtype)
 
 
+@pytest.mark.parametrize("head_dim", [48, 80, 128])
+def test_keys_that_come_before_rope(pack, make_layer, head_dim):
+    dtype, shape = DTYPES[0], {"heads": 1, "head_dim": head_dim, "dtype": DTYPES[0], "keep_recent_blocks": 1}
+    layer = make_layer([20, 70, 7], rotated=True, **shape)
+    layer.entries += make_layer([33, 12], **shape).entries
+    table, live, q = problem(pack, layer, queries=19)
+    assert_close(pack.attention.attend_spans(table, live, q), reference(layer, q, live), dtype)
+
+
 @pytest.mark.parametrize("bits", [(2, 2), (4, 2), (2, 8)], ids=str)
 def test_bits_and_batch(pack, make_layer, bits):
     layer = make_layer([33, 18], batch=2, dtype=DTYPES[0], key_bits=bits[0], value_bits=bits[1])
