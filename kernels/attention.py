@@ -204,8 +204,9 @@ def attention_kernel(
             own_costs = query
             if JENSEN == 2:
                 piece = tl.load(tiles + 2 * tile).to(tl.int64)
-                place = (piece * tl.num_programs(2) * heads + head) * query_count + tl.minimum(query, query_count - 1)
-                own_costs = costs + place * (LEVELS * ((D + GROUP - 1) // GROUP))
+                own_head = piece * tl.num_programs(2) * heads + head
+                item = own_head * query_count + tl.minimum(query, query_count - 1)
+                own_costs = costs + item * (LEVELS * ((D + GROUP - 1) // GROUP))
             peak, total, acc = attend_packed_chunk(
                 q, row, first, count, head, scale, one, own_costs, peak, total, acc,
                 D, W, N, KEY_BITS, VALUE_BITS, GROUP, RANK, R, ALIGNED, ROTATED, JENSEN,
