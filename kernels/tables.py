@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,8 @@ from ..quantwm_core.span import PackedSpan, RawBlock
 # Fields of a row. Addresses are 0 where a piece has no such tensor.
 SIDE = ("codes", "ids", "scales", "top", "centroids", "grid", "count", "raw", "raw_b", "raw_s", "raw_h")
 CORRECTION = ("psac_c", "psac_c_scales", "psac_c_factor", "psac_u", "bitmap", "rows", "row_count", "rows_before")
-FIELDS = ("tokens", "start", "zeros", *(f"k_{f}" for f in SIDE), *(f"v_{f}" for f in SIDE), *CORRECTION)
+ANGLES = ("cos", "sin")
+FIELDS = ("tokens", "start", "zeros", *(f"k_{f}" for f in SIDE), *(f"v_{f}" for f in SIDE), *CORRECTION, *ANGLES)
 
 # Stored tensors by the field that holds their address.
 NAMES = {
@@ -45,7 +46,10 @@ READ_AS_WORDS = ("k_codes", "v_codes", "k_centroids", "v_centroids", "psac_c")
 
 @dataclass(frozen=True)
 class Format:
-    """What all packed pieces of a layer have in common; the kernels are compiled for it."""
+    """What all packed pieces of a layer have in common; the kernels are compiled for it.
+
+    rotated: some pieces hold keys before RoPE.
+    """
 
     method: str
     key_bits: int
@@ -53,11 +57,13 @@ class Format:
     group_size: int
     rank: int
     sparse: bool
+    rotated: bool = False
 
     def numbers(self) -> list[int]:
         """The format as whole numbers, the way an operator of torch can take it."""
         midrise, book = self.method == "quantwm", self.method != "rtn"
-        return [self.key_bits, self.value_bits, self.group_size, self.rank, self.sparse, midrise, book]
+        form = [self.key_bits, self.value_bits, self.group_size, self.rank, self.sparse, midrise, book]
+        return [*form, self.rotated]
 
     @classmethod
     def of(cls, spans: Sequence[PackedSpan]) -> Format:
@@ -134,17 +140,18 @@ def _build(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> Pie
     rows, tiles, chunk_starts, keep, start = [], [], [], [], 0
     for index, piece in enumerate(pieces):
         row = _span_row(piece, keep) if isinstance(piece, PackedSpan) else raw_row(piece.k, piece.v, keep)
-        row |= {"tokens": piece.tokens, "start": start}
+        row |= {"tokens": piece.tokens, "start": start} | _angles(piece, keep)
         rows.append([row.get(field, 0) for field in FIELDS])
         tiles += [(index, first) for first in range(0, piece.tokens, CHUNK)]
         chunk_starts += range(start, start + piece.tokens, CHUNK)
         start += piece.tokens
     spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
+    rotated = any(piece.rotation is not None for piece in pieces)
     return PieceTable(
         rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
         tiles=torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True),
         tokens=start,
-        format=Format.of(spans) if spans else RAW_FORMAT,
+        format=replace(Format.of(spans) if spans else RAW_FORMAT, rotated=rotated),
         aligned=all(row[FIELDS.index(field)] % ALIGNMENT == 0 for row in rows for field in READ_AS_WORDS),
         keep=keep,
         pieces=tuple(weakref.ref(piece) for piece in pieces),
@@ -160,6 +167,15 @@ def raw_row(k: torch.Tensor, v: torch.Tensor, keep: list[torch.Tensor]) -> dict[
         keep.append(tensor)
         row |= dict(zip((f"{side}_raw", f"{side}_raw_b", f"{side}_raw_s", f"{side}_raw_h"), _address(tensor)))
     return row
+
+
+def _angles(piece: RawBlock | PackedSpan, keep: list[torch.Tensor]) -> dict[str, int]:
+    """Addresses of the cosines and sines of a piece whose keys lie before RoPE."""
+    if piece.rotation is None:
+        return {}
+    tables = [table.contiguous() for table in piece.rotation.tensors]
+    keep.extend(tables)
+    return {name: table.data_ptr() for name, table in zip(ANGLES, tables)}
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, int, int, int]:
