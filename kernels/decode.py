@@ -15,7 +15,7 @@ from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .launching import launch
 from .sizes import ceil_div, next_power
-from .tables import CHUNK, FIELDS, PieceTable, format_runs, piece_table
+from .tables import CHUNK, FIELDS, PieceTable, layer_tables
 from .tiles import (
     BITMAP,
     KEYS,
@@ -287,32 +287,22 @@ def launch_shape(width: int) -> dict:
 @register("decode_layer", "triton", READABLE, failures=FAILURES)
 def decode_layer(method, pieces: Sequence[RawBlock | PackedSpan], keys: torch.Tensor, values: torch.Tensor) -> None:
     """Kernel twin of `quantwm_core.operations.decode_layer`: one launch for all pieces of a format."""
-    pieces = [on_device(piece, keys.device) for piece in pieces]
     last = pieces[-1]
     # The live block is new at every call; its address is an argument, so that the table stays as it is.
     is_live = isinstance(last, RawBlock) and last.rotation is None
     live = last if is_live else RawBlock(*keys.new_empty(2, keys.shape[0], 0, *keys.shape[2:]))
-    history = pieces[: len(pieces) - is_live]
-    *earlier, run = format_runs(history) or [[]]
+    *earlier, table = layer_tables(pieces[: len(pieces) - is_live], keys.device)
     start = 0
-    for pieces in earlier:
-        table = piece_table(pieces, keys.device)
-        launch_decode(table, nothing_of(live), keys[:, start:], values[:, start:])
-        start += table.tokens
+    for one in earlier:
+        launch_decode(one, nothing_of(live), keys[:, start:], values[:, start:])
+        start += one.tokens
     rest = (keys[:, start:], values[:, start:]) if start else (keys, values)
-    launch_decode(piece_table(run, keys.device), live, *rest)
+    launch_decode(table, live, *rest)
 
 
 def nothing_of(live: RawBlock) -> RawBlock:
     """No tokens, in the shape of `live`: where only stored pieces are to be decoded."""
     return RawBlock(live.k[:, :0], live.v[:, :0])
-
-
-def on_device(piece: RawBlock | PackedSpan, device: torch.device) -> RawBlock | PackedSpan:
-    """The piece itself, or a copy when it is kept elsewhere."""
-    if isinstance(piece, RawBlock) or next(iter(piece.tensors.values())).device == device:
-        return piece
-    return piece.to(device)
 
 
 def launch_decode(

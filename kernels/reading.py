@@ -24,8 +24,8 @@ from ..quantwm_core.compiling import uncompiled
 from ..quantwm_core.methods import Method
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .attention import attend_spans, exact_costs
-from .decode import FAILURES, READABLE, launch_decode, nothing_of, on_device
-from .tables import PieceTable, format_runs, piece_table
+from .decode import FAILURES, READABLE, launch_decode, nothing_of
+from .tables import PieceTable, layer_tables, on_device
 
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -98,16 +98,15 @@ def attend_packed(
             # It fitted when the ways were timed; in parts it still does.
             way = "pieces"
             _chosen[key] = way, "pieces (a decoded layer no longer fitted the memory)"
-    history, live = _split(pieces, queries)
-    return attend_parts(_tables(history, queries.device), live, queries).flatten(2)
+    return attend_parts(layer_tables(pieces[:-1], queries.device), pieces[-1], queries).flatten(2)
 
 
 def _attend_packed(queries: torch.Tensor, pieces: Sequence[RawBlock | PackedSpan], method: Method) -> torch.Tensor:
     """Attention `[B, T, H, D]` straight on packed pieces, corrected as the settings say."""
-    history, live = _split(pieces, queries)
-    (table,) = _tables(history, queries.device)
+    *history, live = pieces
+    (table,) = layer_tables(history, queries.device)
     jensen = method.settings.jensen
-    costs = exact_costs(history, queries, method) if jensen == "exact" else None
+    costs = exact_costs([on_device(p, queries.device) for p in history], queries, method) if jensen == "exact" else None
     return attend_spans(table, live, queries, jensen, costs)
 
 
@@ -124,24 +123,9 @@ def _attend(way: str, queries: torch.Tensor, keys: torch.Tensor, values: torch.T
     return out.transpose(1, 2).flatten(2)
 
 
-def _split(pieces: Sequence[RawBlock | PackedSpan], queries: torch.Tensor) -> tuple[list, RawBlock]:
-    """Stored pieces, on the device, and the live block that comes last."""
-    *history, live = pieces
-    return [on_device(piece, queries.device) for piece in history], live
-
-
-def _tables(history: Sequence[RawBlock | PackedSpan], device: torch.device) -> list[PieceTable]:
-    """A table for each run of one format."""
-    return [piece_table(run, device) for run in format_runs(history)]
-
-
 def _kinds(pieces: Sequence[RawBlock | PackedSpan]) -> frozenset:
     """Formats of the packed pieces, which decide what can read them and how fast."""
-    spans = (piece for piece in pieces if isinstance(piece, PackedSpan))
-    return frozenset(
-        (span.method, span.key_bits, span.value_bits, span.group_size, span.rank, span.rotation is not None)
-        for span in spans
-    )
+    return frozenset(piece.format for piece in pieces if isinstance(piece, PackedSpan))
 
 
 def _readable(pieces: Sequence[RawBlock | PackedSpan]) -> bool:
@@ -207,10 +191,6 @@ def _choose(
     fits = _workspace_fits(queries, tokens)
     if not fits and not _readable(pieces):
         return "host", "host (kernels do not read this method in parts)"
-    tables = live = None
-    if _readable(pieces):
-        history, live = _split(pieces, queries)
-        tables = _tables(history, queries.device)
     if fits:
         # Timed before its result is kept: two workspaces may not fit.
         decode_ms = _time(read)
@@ -220,8 +200,8 @@ def _choose(
         expected = partial(_attend, "host", queries, keys, values, attention)
     else:
         remarks.append("a decoded layer does not fit the memory")
-        times["pieces"] = _time(partial(attend_parts, tables, live, queries))
-        expected = partial(attend_parts, tables, live, queries)
+        expected = partial(attend_parts, layer_tables(pieces[:-1], queries.device), pieces[-1], queries)
+        times["pieces"] = _time(expected)
     refusal = packed_refusal(pieces, queries.shape[1], fits)
     packed_ms = float("inf") if refusal else _time(packed)
     if packed_ms < float("inf") and not _agree(packed(), expected()):

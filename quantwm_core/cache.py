@@ -84,7 +84,9 @@ class WorldCache:
         self, method: Method, metrics: Sequence[Callable[[], torch.Tensor] | None], device: torch.device | None
     ) -> list[LayerCache]:
         """Layers that pack together, one for each metric."""
-        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch)
+        # Beside a cache on the CPU packing ends with a copy there, for which the caller waits in any case.
+        beside = device if self.settings.cache_device == "gpu" else None
+        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside)
         rest = device, self.decode_watch, self.backend, packer
         return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
 
