@@ -1,6 +1,7 @@
 """Keys that are stored before RoPE, against plain float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_correction_is_kept_and_added_after_rope(method):
     span = chosen.encode(k, v, QueryStats(moment, moment, rotation), LayerState())
     basis = span.tensors["k_psac_u"][0, 0].double()
     silent = {**span.tensors, "k_psac_u": torch.zeros_like(span.tensors["k_psac_u"])}
-    without = chosen.decode(PackedSpan(**{**vars(span), "tensors": silent}))[0][0, :, 0].double()
+    without = chosen.decode(replace(span, tensors=silent))[0][0, :, 0].double()
     corrected = chosen.decode(span)[0][0, :, 0].double()
     wanted = (plain_rope(k, rotation)[0, :, 0] - without) @ basis
     kept = (corrected - without) @ torch.linalg.pinv(basis.T)
