@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..quantwm_core import operations
 from ..quantwm_core.backends import Between, OneOf, register
+from ..quantwm_core.compiling import uncompiled
 from ..quantwm_core.methods import Method
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .attention import attend_spans, exact_costs
@@ -152,6 +153,7 @@ def packed_refusal(
     return None
 
 
+@uncompiled
 def _choose_corrected(
     queries: torch.Tensor,
     pieces: Sequence[RawBlock | PackedSpan],
@@ -179,6 +181,7 @@ def _choose_corrected(
     return best, f"{queries.shape[1]} queries on {tokens} keys: {best} ({told})"
 
 
+@uncompiled
 def _choose(
     queries, pieces, attention: Attention, read: Callable, tokens: int, packed: Callable[[], torch.Tensor]
 ) -> tuple[str, str]:

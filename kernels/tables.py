@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 
 from ..quantwm_core.codec.bits import unpack_bits
+from ..quantwm_core.compiling import uncompiled
 from ..quantwm_core.span import PackedSpan, RawBlock
 
 # Fields of a row. Addresses are 0 where a piece has no such tensor.
@@ -128,6 +129,7 @@ class PieceTable:
 _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+@uncompiled
 def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
     """The table of these pieces, all on `device`; kept until the pieces change."""
     if not pieces:

@@ -191,7 +191,9 @@ def _facts_of(
 
 def call_facts(settings: CacheSettings, like: torch.Tensor, rotated: bool = False) -> Mapping[str, Any]:
     """What backends are chosen by, for a call on tensors `[B, S, H, D]`."""
-    return _facts_of(settings, tuple(like.shape), like.dtype, like.device, rotated)
+    # torch.compile looks through a cache, and warns that it does.
+    facts = _facts_of.__wrapped__ if torch.compiler.is_compiling() else _facts_of
+    return facts(settings, tuple(like.shape), like.dtype, like.device, rotated)
 
 
 def choose(operation: str, setting: str, facts: Mapping[str, Any], required: bool = False) -> Choice:

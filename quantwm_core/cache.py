@@ -13,6 +13,7 @@ import torch
 from .accounting import build_record
 from .backends import Dispatcher, choose, device_facts, settings_facts
 from .budget import Budget
+from .compiling import uncompiled
 from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
@@ -104,6 +105,7 @@ class WorldCache:
             groups.append(HeadGroup(heads, LayerCache(own, own_method, None, *rest)))
         return groups[0].cache if len(groups) == 1 else HeadGroups(groups)
 
+    @uncompiled
     def commit(self, layer: int) -> None:
         """Commit one layer's appended tokens, in the order of the layers.
 

@@ -13,6 +13,7 @@ import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
+from .compiling import uncompiled
 from .entry import Entry, moved_piece, storages_of, tensors_of
 from .methods import LayerState, Method
 from .packing import Packer, pack_ready
@@ -156,6 +157,7 @@ class LayerCache:
         """What the method remembers between spans, for all layers that pack together."""
         return self.packer.state
 
+    @uncompiled
     def commit(self) -> None:
         """Make appended blocks history, and pack every block that no setting keeps in full precision."""
         self.make_history()
