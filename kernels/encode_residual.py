@@ -174,8 +174,11 @@ def _turned_product(
     mask = valid[:, None] & (channel < D)[None, :]
     c = tl.load(cos + offset, mask=mask, other=1.0)
     s = tl.load(sin + offset, mask=mask, other=0.0)
-    left = tl.dot(to_operand(a * c - b * s), _directions(basis, channel, D, RANK, RP), input_precision="ieee")
-    return tl.dot(to_operand(a * s + b * c), _directions(basis, channel + 1, D, RANK, RP), left, input_precision="ieee")
+    turned = tl.reshape(tl.join(a * c - b * s, a * s + b * c), (T, W))
+    # A product over half of the narrowest head would be too short for the matrix units.
+    place = tl.arange(0, W)
+    channel = _channel(place // 2 // apart * (2 * apart) + place // 2 % apart, W) + place % 2
+    return tl.dot(to_operand(turned), _directions(basis, channel, D, RANK, RP), input_precision="ieee")
 
 
 @triton.jit
