@@ -38,3 +38,12 @@ class Stopwatch:
             self._seconds += sum(start.elapsed_time(stop) for start, stop in self._events) / 1000
             self._events.clear()
         return self._seconds
+
+    def finished_seconds(self) -> float:
+        """Total of what the device has finished by now. Never waits, so that it can be asked during a run."""
+        done = 0
+        while done < len(self._events) and self._events[done][1].query():
+            done += 1
+        self._seconds += sum(start.elapsed_time(stop) for start, stop in self._events[:done]) / 1000
+        del self._events[:done]
+        return self._seconds
