@@ -45,7 +45,8 @@ function whenChanged(widget, after) {
 }
 
 function targetsOf(node) {
-  const links = (node.outputs ?? []).flatMap((output) => output.links ?? []);
+  // A node that has just been taken off its graph has none.
+  const links = node.graph ? (node.outputs ?? []).flatMap((output) => output.links ?? []) : [];
   return links.map((id) => node.graph.getNodeById(node.graph.links.get(id)?.target_id)).filter(Boolean);
 }
 
