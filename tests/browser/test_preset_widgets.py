@@ -59,7 +59,7 @@ def test_classic_nodes(page, screenshot):
     open_template(page)
     click_arrow(page, "preset", right=False)
     assert values(page) == filled("paper")
-    expect_ratio(page, "1.6")
+    expect_ratio(page, "2.5")
     click_arrow(page, "preset", right=False)
     assert values(page) == filled("best quality")
     expect_ratio(page, "3.2")
