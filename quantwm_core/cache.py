@@ -148,7 +148,7 @@ class WorldCache:
 
     def record(self) -> dict:
         """Everything measured so far, JSON-ready; see `accounting.build_record`."""
-        return build_record(self)
+        return build_record([self])
 
     def resident_bytes(self) -> int:
         """Everything that this cache holds, except for what only the bank refers to."""

@@ -21,7 +21,7 @@ STAYING = {"quantwm": ("centroids", "psac_u")}
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of a planned cache, named as in a run's record (`accounting.build_record`).
+    """Bytes of a planned cache, of all conditionings, named as in a run's record (`accounting.build_record`).
 
     workspace: the largest decoded layer; waiting: blocks in full precision of the layers that pack together, and the
     copy in which they are joined; on_device: what of the resident bytes the GPU holds.
@@ -55,16 +55,20 @@ class CachePlan:
 
     Args:
         element_bytes: size of the type in which the model computes keys and values.
+        conditionings: how many prompts remember on their own: 2 with guidance. They are asked one after the other.
 
     Raises:
         ValueError: when the settings' overrides name layers or heads that there are not.
     """
 
-    def __init__(self, settings: CacheSettings, geometry: CacheGeometry, element_bytes: int = 2) -> None:
+    def __init__(
+        self, settings: CacheSettings, geometry: CacheGeometry, element_bytes: int = 2, conditionings: int = 1
+    ) -> None:
         check_overrides(settings.overrides, geometry.layers, geometry.heads)
         self.settings = settings
         self.geometry = geometry
         self.element_bytes = element_bytes
+        self.conditionings = conditionings
         self._largest = self._last = 0
         self._together = 1
         # Layers, or heads of layers, with the same bits are alike: each kind is counted once, for so many layers.
@@ -98,13 +102,14 @@ class CachePlan:
     def bytes(self) -> CacheBytes:
         """What the cache takes now."""
         parts, unpacked, state = Counter(dict.fromkeys(PARTS, 0)), 0, 0
-        for layer, count in self._layers:
+        for layer, layers in self._layers:
+            count = layers * self.conditionings
             for name, each in layer.parts.items():
                 parts[name] += each * count
             unpacked += layer.unpacked * count
             state += layer.state * count
         unpacked += parts.pop(RAW, 0)
-        whole = {"tokens": self.tokens, "bf16": self.geometry.bytes_bf16(self.tokens)}
+        whole = {"tokens": self.tokens, "bf16": self.conditionings * self.geometry.bytes_bf16(self.tokens)}
         whole |= {"parts": dict(parts), "unpacked": unpacked, "state": state}
         if not self.settings.compresses:
             return CacheBytes(**whole, workspace=0, waiting=0, on_device=unpacked)

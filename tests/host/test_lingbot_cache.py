@@ -133,17 +133,37 @@ def test_narrow_weights_do_not_narrow_the_cache(host, dtype):
     assert run(patched(host, model)[0], V2).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"concat_latent_image": None}, "starts from a picture. Connect LingBot Conditioning"),
-        ({"cfg": 5.0}, "one conditioning per step"),
-    ],
-    ids=["no picture", "guidance"],
-)
-def test_refusals(host, model, changes, message):
-    with pytest.raises(ValueError, match=message):
-        run(patched(host, model)[0], V2, **changes)
+def test_causal_pretrain_keeps_a_cache_for_each_prompt(host, model):
+    """R8 on LingBot-World: `off` is bit-equal, packed caches of both are counted, and both windows roll."""
+    sampler = importlib.import_module("quantwm_pack.world_models.causal_wan.sampler")
+    rollout = importlib.import_module("quantwm_pack.quantwm_core.window").RolloutSettings
+    pretrain = replace(case.PRETRAIN, steps=6)
+
+    def sample(each, version=pretrain, **changes):
+        asked = {"sampler": sampler.WorldSampler(rollout(version.block, solver="unipc"))} | changes
+        return run(each, version, **asked)
+
+    native = sample(model)
+    off, handle = patched(host, model, method="off")
+    assert torch.equal(sample(off), native)
+    assert handle.record["conditionings"] == 2 and handle.record["tokens"] == pretrain.frames * TOKENS
+    packed, handle = patched(host, model)
+    assert sample(packed).isfinite().all()
+    both = handle.record["bytes_packed"]
+    sample(packed, cfg=1.0)
+    assert both == 2 * handle.record["bytes_packed"]
+    # Sampler AR Video takes steps of its own kind, and the same two caches.
+    rolled = run(packed, LONG, cfg=5.0)
+    assert rolled.isfinite().all() and handle.record["tokens"] == V2.window * TOKENS
+    raw, _ = patched(host, model, keep_first_blocks=12)
+    window = {host.world_models.lingbot.WINDOW_KEY: host.world_models.lingbot.AttentionWindow(7, 2)}
+    long = replace(pretrain, blocks=4, poses=61)
+    torch.testing.assert_close(sample(raw, long, **window), sample(model, long, **window), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_without_its_picture_is_refused(host, model):
+    with pytest.raises(ValueError, match="starts from a picture. Connect LingBot Conditioning"):
+        run(patched(host, model)[0], V2, concat_latent_image=None)
 
 
 def test_a_block_that_does_not_fit_into_the_window(host, model):

@@ -122,9 +122,9 @@ def test_less_memory_is_asked_for_a_window(host, t48, sampler):
     adapter = host.world_models.causal_wan.adapter
     estimate = adapter.estimate_bytes
 
-    def spy(settings, geometry, tokens):
+    def spy(settings, geometry, tokens, conditionings):
         planned.append(tokens)
-        return estimate(settings, geometry, tokens)
+        return estimate(settings, geometry, tokens, conditionings)
 
     packed, _ = patched(host, t48)
     with pytest.MonkeyPatch.context() as patch:
