@@ -48,7 +48,7 @@ class QuantWMLingBotConditioning(io.ComfyNode):
                 io.Conditioning.Output(
                     "negative",
                     display_name="negative",
-                    tooltip="For CFG Guider, with v2 causal-pretrain and cfg 5: the negative prompt, same picture and camera.",
+                    tooltip="For CFG Guider (v2 causal-pretrain, cfg 5): the negative prompt, same picture and camera.",
                 ),
             ],
         )
@@ -114,8 +114,8 @@ def _inputs() -> list[io.Input]:
                 "Which checkpoint is sampled.\n"
                 "v2 causal-fast (default): 14B or 1.3B, blocks of 4, a window of 18 with a sink of 6.\n"
                 "v1 fast: blocks of 3, no window.\n"
-                "v2 causal-pretrain: not distilled. 40 steps, no window; World Sampler, and cfg 5 in CFG Guider with the "
-                "negative output."
+                "v2 causal-pretrain: not distilled. 40 steps, no window; World Sampler, and cfg 5 in CFG Guider with "
+                "the negative output."
             ),
         ),
         io.Int.Input(

@@ -131,8 +131,8 @@ def _inputs() -> list[io.Input]:
             default=False,
             optional=True,
             tooltip=(
-                "On when the guider's cfg is not 1: the negative prompt then has a cache of its own, and the whole takes "
-                "twice as much. Off (default) for distilled models."
+                "On when the guider's cfg is not 1: the negative prompt then has a cache of its own, and the whole "
+                "takes twice as much. Off (default) for distilled models."
             ),
         ),
     ]

@@ -157,10 +157,11 @@ def format_plan(plan: MemoryPlan) -> str:
     geometry = plan.world.geometry
     budget = "no budget" if plan.budget is None else f"budget {format_bytes(plan.budget)}"
     latents = plan.world.latents(plan.frames)
-    twice = f", {plan.world.conditionings} conditionings (cfg)" if plan.world.conditionings > 1 else ""
+    prompts = f" x {plan.world.conditionings} prompts (cfg)" if plan.world.conditionings > 1 else ""
     lines = [
         f"{plan.frames:,} frames = {latents:,} latent frames x {plan.world.frame_tokens:,} tokens, blocks of "
-        f"{plan.frames_per_block}; {geometry.layers} layers x {geometry.heads} heads x {geometry.head_dim}{twice}; {budget}",
+        f"{plan.frames_per_block}; {geometry.layers} layers x {geometry.heads} heads x {geometry.head_dim}{prompts}; "
+        f"{budget}",
     ]
     if plan.chosen is not None:
         chosen = plan.chosen.cache

@@ -1,8 +1,8 @@
 """UniPC of second order (arXiv 2302.04867), for models that follow one path from noise to picture.
 
-With data prediction, coefficients expm1 (the paper's B2), first order in the first and in the last step, on flow models:
-a latent at level s is (1 - s) times the picture plus s times the noise. As FlowUniPCMultistepScheduler of Wan 2.1's
-public code does it, which LingBot-World's causal-pretrain is sampled with.
+With data prediction, coefficients expm1 (the paper's B2), first order in the first and in the last step, on flow
+models: a latent at level s is (1 - s) times the picture plus s times the noise. Facts: FlowUniPCMultistepScheduler of
+Wan 2.1's public code, with which LingBot-World's causal-pretrain is sampled.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ class CacheStreams(list):
         if len(group) > 1:
             raise ValueError(
                 f"a world model remembers one prompt for each input of the guider; this run has {len(group)} in one of "
-                "them, by Conditioning Combine, areas or timestep ranges. Give one; Prompt Change changes it on the way."
+                "them, by Conditioning Combine, areas or timestep ranges. Give one; Prompt Change can change it on the "
+                "way."
             )
         key = group[0]["uuid"]
         stream = self._by_conditioning.get(key)

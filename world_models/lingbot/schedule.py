@@ -1,4 +1,4 @@
-"""The schedules of LingBot-World: the few steps that it was distilled on, the path before that, and how its timesteps and noise levels belong together.
+"""LingBot-World's schedules, of few steps or along a path, and how its timesteps and noise levels belong together.
 
 Facts: the public code of LingBot-World (Robbyant/lingbot-world) and its copy in Quant-VideoGen. Training has 1000 noise
 levels, shifted by 10; the network is told their timesteps cut to whole numbers, and several neighbouring levels share
