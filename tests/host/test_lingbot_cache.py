@@ -177,3 +177,31 @@ def test_other_samplers_are_refused(host, model):
 
     with pytest.raises(ValueError, match="block by block. Sample it with Sampler AR Video"):
         run(model, V2, sampler=comfy.samplers.ksampler("euler"))
+
+
+def test_blocks_come_back_by_the_camera_of_the_conditioning(host, model):
+    """A camera that turns away and back again: the last block sees what the first blocks after the sink have seen."""
+    core, lingbot = host.quantwm_core, host.world_models.lingbot
+    causal = importlib.import_module("quantwm_pack.world_models.causal_wan.sampler")
+    paths = importlib.import_module("quantwm_pack.world_models.lingbot.paths")
+    version = replace(V2, blocks=9, poses=4 * 36 - 3)
+    path = lingbot.CameraPath(
+        paths.from_keyframes("0 0 0 0 0\n70 0 0 0 150\n140 0 0 0 0", 141), (416.0, 416.0, 416.0, 240.0)
+    )
+    changes = {lingbot.CAMERA_KEY: lingbot.latent_camera(path, 141, 36), lingbot.WINDOW_KEY: None}
+    chained = changes[lingbot.CAMERA_KEY].chained()
+    torch.testing.assert_close(chained[-1], torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5)
+    recalled = []
+
+    memory = core.memory.MemorySettings(blocks=2)
+    sampler = causal.WorldSampler(core.window.RolloutSettings(4, window=4, sink=4), memory=memory)
+    packed, handle = patched(host, model)
+    with pytest.MonkeyPatch.context() as patch:
+        recall = core.WorldCache.recall
+        patch.setattr(
+            core.WorldCache, "recall", lambda self, blocks: (recalled.append(list(blocks)), recall(self, blocks))
+        )
+        assert run(packed, version, sampler=sampler, **changes).isfinite().all()
+    assert handle.record["blocks_in_bank"] == 7
+    # Latent frame 17.5 is where it turns back: the middles of blocks 6 and 7 are mirrored into frames 9 and 5.
+    assert recalled[:2] == [[], []] and recalled[6:8] == [[1, 2], [1, 2]]

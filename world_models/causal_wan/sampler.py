@@ -22,9 +22,9 @@ from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from comfy.sampler_helpers import convert_cond
 from tqdm.auto import tqdm
 
-from ...quantwm_core.memory import Bank, CameraMotion, CameraPath, MemorySettings, Pose
+from ...quantwm_core.memory import Bank, CameraMotion, CameraPath, MemorySettings, Pose, PosePath
 from ...quantwm_core.window import RolloutSettings, Window
-from ..lingbot import solver_of, window_of
+from ..lingbot import camera_of, solver_of, window_of
 from .history import open_history
 from .solver import UniPC
 from .streams import CacheStreams, ask_each_alone
@@ -113,7 +113,8 @@ class Rollout:
         self._check_one_window()
         self.memory = sampler.memory or MemorySettings(retrieval="off")
         self.bank = Bank(self.memory)
-        self.path = CameraPath()
+        camera = camera_of(self.guider.conds)
+        self.path = CameraPath() if camera is None else PosePath(camera.chained())
         self.prompts = {change.block: self._encode(change.conditioning) for change in sampler.prompts}
         self.output = torch.zeros_like(x)
 
@@ -292,12 +293,12 @@ class Rollout:
 
     def _move_camera(self, frames: int) -> None:
         """Follow the camera of the current prompt for the coming frames."""
-        if self.memory.retrieval == "camera":
+        if self.memory.retrieval == "camera" and isinstance(self.path, CameraPath):
             motion = next((c[CAMERA_KEY] for c in self.guider.conds["positive"] if CAMERA_KEY in c), None)
             if motion is None:
                 raise ValueError(
-                    "retrieval by camera needs a prompt that says how the camera moves, as Tiny World Conditioning "
-                    "does; this one does not. Set retrieval in World Memory to similarity."
+                    "retrieval by camera needs a prompt that says how the camera moves, as LingBot Conditioning and "
+                    "Tiny World Conditioning do; this one does not. Set retrieval in World Memory to similarity."
                 )
             self.path.extend(CameraMotion(*motion), frames)
 

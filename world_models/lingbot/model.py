@@ -14,6 +14,7 @@ import comfy.utils
 import torch
 from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
 
+from .camera import LatentCamera
 from .network import LingBotModel
 from .schedule import LEVELS, SHIFT, denoise_levels
 from .window import AttentionWindow
@@ -76,6 +77,11 @@ class LingBotWorld(comfy.model_base.WAN21):
 def window_of(conds: dict[str, list[dict]]) -> AttentionWindow | None:
     """The window that a guider's conditionings carry, if any does."""
     return _carried(conds, WINDOW_KEY)
+
+
+def camera_of(conds: dict[str, list[dict]]) -> LatentCamera | None:
+    """The camera that a guider's conditionings carry, if any does."""
+    return _carried(conds, CAMERA_KEY)
 
 
 def solver_of(conds: dict[str, list[dict]]) -> str | None:
