@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .jensen import layers_read
 from .overrides import head_groups
-from .packing import GROUP_BYTES
+from .packing import TYPICAL_BLOCK, waiting_bytes
 from .record import CacheHandle
 from .span import PARTS, PackedSpan
 
@@ -108,11 +109,14 @@ def native_record(
 OVERHEAD_BITS = 1.25
 
 
-def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int, conditionings: int = 1) -> int:
-    """Memory to plan for a run of `tokens` tokens: packed cache, one decoded layer (two where attention is corrected),
-    and blocks that wait to be packed. Conditionings are asked one after the other: each adds what it stores.
+def estimate_bytes(
+    settings: CacheSettings, geometry: CacheGeometry, tokens: int, conditionings: int = 1, block: int = TYPICAL_BLOCK
+) -> int:
+    """Memory to plan for a run of `tokens` tokens in blocks of `block` at the most: packed cache, one decoded layer
+    (more where attention is corrected), and blocks that wait to be packed.
 
-    How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
+    Conditionings are asked one after the other: each adds what it stores. How many blocks a setting keeps in full
+    precision depends on the sampler, so then all of them are assumed.
     """
     bf16 = geometry.bytes_bf16(tokens)
     stored = bf16 * _planned_bits(settings, geometry) / 16
@@ -124,8 +128,8 @@ def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int
         stored *= min(1, 2 / geometry.layers)  # the layer that attends, and the next one on its way
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
-    decoded = bf16 / geometry.layers * (1 if settings.jensen == "off" else 2)
-    waiting = min(2 * GROUP_BYTES, bf16)
+    decoded = bf16 / geometry.layers * layers_read(settings.method, settings.jensen, geometry.head_dim)
+    waiting = min(waiting_bytes(geometry.layers, geometry.bytes_bf16(1) // geometry.layers, block), 2 * bf16)
     return round(conditionings * stored + decoded + waiting)
 
 

@@ -14,7 +14,7 @@ from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
 from .entry import Entry, moved_piece, storages_of, tensors_of
 from .methods import LayerState, Method
-from .packing import Packer, pack_ready
+from .packing import Packer, Reach, pack_ready
 from .prefetch import LayerFetch
 from .settings import CacheSettings
 from .span import PackedSpan, RawBlock, part_of, shares_of, storage_bytes
@@ -42,8 +42,10 @@ class LayerCache:
         decode_watch: Stopwatch | None = None,
         backend: Dispatcher | None = None,
         packer: Packer | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self.settings = settings
+        self.reach = reach or Reach()
         self.method = method
         self._backend = backend or Dispatcher(settings.backend)
         # Shared with the other layers of a group; a layer alone has one of its own.

@@ -186,7 +186,7 @@ def format_plan(plan: MemoryPlan) -> str:
 
 def _row(world: World, settings: CacheSettings, frames: int, rollout: RolloutSettings, budget: int | None) -> PlanRow:
     latents = world.latents(frames)
-    plan = CachePlan(settings, world.geometry, world.element_bytes, world.conditionings)
+    plan = _empty_plan(world, settings, min(latents, rollout.frames_per_block))
     for length in rollout.block_lengths(latents):
         plan.append(length * world.frame_tokens)
     cache = plan.bytes()
@@ -200,9 +200,14 @@ def _row(world: World, settings: CacheSettings, frames: int, rollout: RolloutSet
 
 def _longest(world: World, settings: CacheSettings, block: int, budget: int) -> tuple[int, bool]:
     """Latent frames of the longest video in whole blocks within the budget, and whether the search was given up."""
-    plan = CachePlan(settings, world.geometry, world.element_bytes, world.conditionings)
+    plan = _empty_plan(world, settings, block)
     for count in range(MOST_BLOCKS):
         plan.append(block * world.frame_tokens)
         if plan.bytes().peak > budget:
             return count * block, False
     return MOST_BLOCKS * block, True
+
+
+def _empty_plan(world: World, settings: CacheSettings, block: int) -> CachePlan:
+    """For blocks of so many latent frames."""
+    return CachePlan(settings, world.geometry, world.element_bytes, world.conditionings, block * world.frame_tokens)

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .cache import CacheGeometry
+from .jensen import layers_read
 from .layouts import span_bytes, state_bytes
 from .methods import Method, build_method
 from .methods.base import LayerState
 from .overrides import check_overrides, head_groups
-from .packing import layers_together
+from .packing import TYPICAL_BLOCK, layers_together
 from .settings import CacheSettings
 from .span import PARTS, RAW
 
@@ -55,6 +56,7 @@ class CachePlan:
 
     Args:
         element_bytes: size of the type in which the model computes keys and values.
+        block: tokens of the largest block, as `WorldCache` is told.
         conditionings: how many prompts remember on their own: 2 with guidance. They are asked one after the other.
 
     Raises:
@@ -62,7 +64,12 @@ class CachePlan:
     """
 
     def __init__(
-        self, settings: CacheSettings, geometry: CacheGeometry, element_bytes: int = 2, conditionings: int = 1
+        self,
+        settings: CacheSettings,
+        geometry: CacheGeometry,
+        element_bytes: int = 2,
+        conditionings: int = 1,
+        block: int = TYPICAL_BLOCK,
     ) -> None:
         check_overrides(settings.overrides, geometry.layers, geometry.heads)
         self.settings = settings
@@ -82,7 +89,7 @@ class CachePlan:
         else:
             kinds[settings, geometry.heads] = geometry.layers
             if settings.compresses:
-                self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers)
+                self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers, block)
         self._layers = [
             (_LayerPlan(own, heads, geometry, element_bytes, self._together > 1), count)
             for (own, heads), count in kinds.items()
@@ -115,8 +122,7 @@ class CachePlan:
             return CacheBytes(**whole, workspace=0, waiting=0, on_device=unpacked)
         # The first block has nothing to look back at, and is not decoded.
         workspace = max(layer.decoded for layer, _ in self._layers) if self.tokens > self._last else 0
-        if self.settings.jensen != "off":
-            workspace *= 2
+        workspace *= layers_read(self.settings.method, self.settings.jensen, self.geometry.head_dim)
         copies = 2 if self._together > 1 else 1
         waiting = copies * self._together * self._full(self._largest) // self.geometry.layers
         on_device = sum(parts.values()) + unpacked + state
