@@ -7,7 +7,7 @@ becomes history in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,9 @@ from .backends import Dispatcher, call_facts
 from .methods import LayerState, Method
 from .prefetch import moved
 from .query_stats import QueryStats
+from .rotation import joined_rotation
 from .settings import CacheSettings
+from .side_stream import SideStream
 from .span import PackedSpan, RawBlock
 from .stopwatch import Stopwatch
 
@@ -74,6 +76,7 @@ class Packer:
 
     Args:
         metrics: for each layer, a function giving the Gram matrix `[H, D, D]` of the output projection, or None.
+        beside: packs on a stream of its own; whoever reads spans then calls `join` first.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Packer:
         metrics: Sequence[Callable[[], torch.Tensor] | None],
         backend: Dispatcher,
         watch: Stopwatch,
+        beside: torch.device | None = None,
     ) -> None:
         self.settings = settings
         self.method = method
@@ -90,11 +94,16 @@ class Packer:
         self._metrics = metrics
         self._backend = backend
         self._watch = watch
+        self._side = SideStream(beside)
         self.state = LayerState()
 
     def forget(self) -> None:
         """Start anew, as before the first span."""
         self.state = LayerState()
+
+    def join(self) -> None:
+        """Spans that have been packed may be read from here on."""
+        self._side.join()
 
     def pack(
         self, blocks: Sequence[Sequence[RawBlock]], width: tuple[int, int] | None = None, again: bool = False
@@ -107,15 +116,19 @@ class Packer:
         """
         settings = self.settings.in_width(width or self.settings.widths[-1])
         method = self.method if settings is self.settings else replace(self.method, settings=settings)
-        with self._watch:
+        with self._side.work(_inputs(blocks)), self._watch:
             k = _joined([[block.k for block in own] for own in blocks])
             v = _joined([[block.v for block in own] for own in blocks])
             batch = k.shape[0] // self.layers
             if None not in self._metrics:
-                self.state.value_metric = partial(_joined_metrics, self._metrics, batch)
-            stats = QueryStats(own=_moments(blocks), earlier=self.state.earlier.moment)
+                metric = partial(_joined_metrics, self._metrics, batch)
+                self.state.value_metric = partial(self._side.on_callers, metric)
+            # Layers of a group hold the same tokens, so one rotation serves all of them.
+            rotation = joined_rotation([block.rotation for block in blocks[0]])
+            stats = QueryStats(_moments(blocks), self.state.earlier.moment, rotation)
             tokens = self.state.tokens
-            span = self._backend.run("encode_span", call_facts(settings, k), method, k, v, stats, self.state)
+            facts = call_facts(settings, k, rotation is not None)
+            span = self._backend.run("encode_span", facts, method, k, v, stats, self.state)
             if again:
                 self.state.tokens = tokens
             elif self.method.uses_earlier_queries and stats.own is not None:
@@ -197,9 +210,18 @@ def pack_ready(layers: Sequence[LayerCache]) -> None:
 
 def repack(layers: Sequence[LayerCache], index: int, width: tuple[int, int]) -> None:
     """Store the span of entry `index` in other bits, in all layers of a group, minding what the newest block asked."""
-    blocks = [[RawBlock(*layer.decoded(index), layer.newest_moment)] for layer in layers]
+    blocks = [[layer.as_block(index)] for layer in layers]
     for layer, span in zip(layers, layers[0].packer.pack(blocks, width, again=True), strict=True):
         layer.exchange(index, span)
+
+
+def _inputs(blocks: Sequence[Sequence[RawBlock]]) -> Iterator[torch.Tensor]:
+    """All tensors that packing reads, except for the method's own."""
+    for block in (block for own in blocks for block in own):
+        yield from (block.k, block.v)
+        if block.moment is not None:
+            yield block.moment
+    yield from (t for block in blocks[0] if block.rotation is not None for t in block.rotation.tensors)
 
 
 def _joined_metrics(metrics: Sequence[Callable[[], torch.Tensor]], batch: int) -> torch.Tensor:

@@ -227,7 +227,8 @@ def plan_bytes(
     settings: CacheSettings, geometry: CacheGeometry, blocks: Iterable[int], element_bytes: int = 2
 ) -> CacheBytes:
     """What a run that commits `blocks` (tokens of each) holds in the end."""
-    plan = CachePlan(settings, geometry, element_bytes)
+    blocks = list(blocks)
+    plan = CachePlan(settings, geometry, element_bytes, block=max(blocks, default=TYPICAL_BLOCK))
     for tokens in blocks:
         plan.append(tokens)
     return plan.bytes()

@@ -144,7 +144,7 @@ def test_twice_the_memory_is_asked_from_the_host(host, t128):
     estimate = adapter.estimate_bytes
 
     def spy(*args):
-        planned.append((args[-1], estimate(*args)))
+        planned.append((args[3], estimate(*args)))
         return planned[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -42,6 +42,15 @@ def test_rolling_for_twelve_blocks(host, model, method):
     assert handle.record["tokens"] == V2.window * TOKENS and handle.record["blocks"] == 12
 
 
+@pytest.mark.parametrize("span_blocks", [2, 8])
+def test_spans_longer_than_the_window_are_packed(host, model, span_blocks):
+    """The window holds the sink and one block: a span waits for no more than that."""
+    clone, handle = patched(host, model, method="rtn", span_blocks=span_blocks)
+    assert run(clone, LONG).isfinite().all()
+    assert handle.record["bytes_packed"] > 0 and handle.record["bytes_unpacked"] == 0
+    assert handle.record["tokens"] == V2.window * TOKENS
+
+
 def test_more_bits_come_closer_while_rolling(host, model):
     native = run(model, V2)
     errors = []

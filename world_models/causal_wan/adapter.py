@@ -22,8 +22,9 @@ from ...quantwm_core.cache import check_backend
 from ...quantwm_core.methods import Method
 from ...quantwm_core.overrides import check_overrides
 from ...quantwm_core.probe import LogitProbe
-from ...quantwm_core.window import RolloutSettings
+from ...quantwm_core.window import MAX_FRAMES_PER_BLOCK, RolloutSettings
 from ..lingbot import AttentionWindow, window_of
+from .extent import extent_of
 from .run import CausalWanRun, PackedLayer
 from .sampler import WorldSampler, given_latent
 from .streams import ask_each_alone, count_conditionings
@@ -76,6 +77,12 @@ def attach(
     return patched, adapter.handle
 
 
+def _host_rollout(sampler: Any) -> RolloutSettings:
+    """What the host's sampler has been told, as ours would be."""
+    frames = getattr(sampler, "extra_options", {}).get("num_frame_per_block", 1)
+    return RolloutSettings(min(frames, MAX_FRAMES_PER_BLOCK))
+
+
 def detach(model: Any) -> None:
     """Take this pack's patches off a clone, so that a second Apply node replaces the first."""
     for path, patch in list(model.object_patches.items()):
@@ -109,7 +116,12 @@ class CausalWanAdapter:
         """Give the run its state and take it away again, however the run ends."""
         guider = executor.class_obj
         ours = isinstance(sampler, WorldSampler)
-        self._rollout, memory = (sampler.settings, sampler.memory) if ours else (RolloutSettings(), None)
+        self._rollout, memory = (sampler.settings, sampler.memory) if ours else (_host_rollout(sampler), None)
+        network, given = guider.model_patcher.model.diffusion_model, given_latent(guider.model_options)
+        extent = None
+        if noise.ndim == 5:
+            frames = 0 if given is None else given.shape[2]
+            extent = extent_of(network, noise.shape, frames, self._rollout, window_of(guider.conds))
         self.run = CausalWanRun(
             self.settings,
             guider.model_patcher.model,
@@ -119,6 +131,7 @@ class CausalWanAdapter:
             self._probe,
             memory,
             count_conditionings(guider),
+            extent,
         )
         try:
             return executor(noise, latent_image, sampler, *args, **kwargs)
@@ -153,7 +166,7 @@ class CausalWanAdapter:
             frames = min(noise_shape[2], frames + bank)
         frames = min(frames, window.size) if window else frames
         tokens = frames * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
-        planned = estimate_bytes(self.settings, geometry, tokens, self.run.conditionings)
+        planned = estimate_bytes(self.settings, geometry, tokens, self.run.conditionings, self.run.extent.tokens)
         native = model.model.memory_required([noise_shape[0] * 2, *noise_shape[1:]])
         noise_shape[2] = math.ceil(noise_shape[2] * (1 + planned / max(native, 1)))
         return noise_shape

@@ -16,6 +16,7 @@ from ...quantwm_core.accounting import build_record, native_record
 from ...quantwm_core.memory import MemorySettings, kept_tokens, take_tokens
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
+from .extent import Extent
 from .streams import CacheStreams
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,10 @@ class CausalWanRun:
         probe: LogitProbe | None,
         memory: MemorySettings | None = None,
         conditionings: int = 1,
+        extent: Extent | None = None,
     ) -> None:
         self.settings = settings
+        self.extent = extent or Extent()
         # How many will be asked about, as far as the guider shows; a budget is shared by so many caches.
         self.conditionings = conditionings
         self.memory = memory or MemorySettings(retrieval="off")
@@ -100,7 +103,8 @@ class CausalWanRun:
         if settings.budget_gb:
             settings = replace(settings, budget_gb=settings.budget_gb / self.conditionings)
         metrics = [_OutputMetric(self, layer) for layer in range(len(self.blocks))]
-        cache = WorldCache(settings, self.geometry(batch), self.device, metrics, self._method, self._committed.append)
+        rest = self._committed.append, self.extent.tokens, self.extent.reach
+        cache = WorldCache(settings, self.geometry(batch), self.device, metrics, self._method, *rest)
         for layer in cache.layers:
             layer.keeps_means = self.memory.retrieval == "similarity"
         self.caches.append(cache)
