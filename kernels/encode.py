@@ -12,7 +12,7 @@ import torch
 
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.codec.codebook import Codebook
-from ..quantwm_core.codec.feedback import feedback_matrix
+from ..quantwm_core.codec.feedback import feedback_matrix, packed_weights, unpacked_weights
 from ..quantwm_core.methods import LayerState, QuantWM
 from ..quantwm_core.methods.quantwm import (
     KEY_TOKENS_PER_CENTROID,
@@ -97,9 +97,11 @@ class FusedQuantWM(QuantWM):
             book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
             operands = codebook_operands(book, None, v.dtype)
         if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
-            state.learn("v_feedback", tokens, v_feedback=_value_feedback(state.value_metric()))
+            state.learn("v_feedback", tokens, v_feedback=packed_weights(_value_feedback(state.value_metric())))
         matched = match(v, book, operands, s.value_bits, s.group_size)
         feedback = state.shared.get("v_feedback")
+        if feedback is not None:
+            feedback = unpacked_weights(feedback, v.shape[-1])
         tensors, _, _ = encode_residual("v", v, book, matched, s.value_bits, s.group_size, feedback)
         return tensors | {"v_centroids": book.codes, "v_centroids_grid": book.grid}
 

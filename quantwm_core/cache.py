@@ -18,7 +18,7 @@ from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
 from .overrides import check_overrides, head_groups
-from .packing import Packer, layers_together, pack_ready
+from .packing import TYPICAL_BLOCK, Packer, Reach, layers_together, pack_ready
 from .settings import CacheSettings
 from .span import PARTS
 from .stopwatch import Stopwatch
@@ -45,6 +45,8 @@ class WorldCache:
         value_metrics: per layer, a function giving the Gram matrix `[H, D, D]` of the output projection.
         method: overrides the one that `settings` name (ablations).
         on_block: called with a history entry after the last layer has committed a block.
+        block: tokens of the largest block, or of first frames that are given: as they grow, fewer layers pack together.
+        reach: how the sampler's window divides the history.
     """
 
     def __init__(
@@ -55,9 +57,12 @@ class WorldCache:
         value_metrics: Sequence[Callable[[], torch.Tensor]] | None = None,
         method: Method | None = None,
         on_block: Callable[[dict], None] | None = None,
+        block: int = TYPICAL_BLOCK,
+        reach: Reach | None = None,
     ) -> None:
         self.settings = settings
         self.geometry = geometry
+        self._reach = reach
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
         check_backend(settings, geometry.head_dim, device)
         self.backend = Dispatcher(settings.backend)
@@ -69,7 +74,7 @@ class WorldCache:
         if settings.overrides:
             self.layers += [self._mixed_layer(index, method, metric, device) for index, metric in enumerate(metrics)]
         else:
-            self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers)
+            self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers, block)
             for first in range(0, geometry.layers, self._together):
                 self.layers += self._group(method, metrics[first : first + self._together], device)
         if settings.cache_device == "cpu" and device is not None and device.type == "cuda":
@@ -88,7 +93,7 @@ class WorldCache:
         # Beside a cache on the CPU packing ends with a copy there, for which the caller waits in any case.
         beside = device if self.settings.cache_device == "gpu" else None
         packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside)
-        rest = device, self.decode_watch, self.backend, packer
+        rest = device, self.decode_watch, self.backend, packer, self._reach
         return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
 
     def _mixed_layer(
@@ -102,7 +107,7 @@ class WorldCache:
             part = None if metric is None else partial(_metric_of, metric, heads)
             own_method = replace(method, settings=own)
             packer = Packer(own, own_method, [part], self.backend, self.encode_watch)
-            rest = device, self.decode_watch, self.backend, packer
+            rest = device, self.decode_watch, self.backend, packer, self._reach
             groups.append(HeadGroup(heads, LayerCache(own, own_method, None, *rest)))
         return groups[0].cache if len(groups) == 1 else HeadGroups(groups)
 
@@ -154,7 +159,7 @@ class WorldCache:
 
     def record(self) -> dict:
         """Everything measured so far, JSON-ready; see `accounting.build_record`."""
-        return build_record(self)
+        return build_record([self])
 
     def resident_bytes(self) -> int:
         """Everything that this cache holds, except for what only the bank refers to."""

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -69,9 +70,9 @@ def comparison_picture(canvas_module, frames: list[Image.Image], record: dict) -
 def steps_picture(canvas_module, workflow: dict, name: str) -> Image.Image:
     """The groups of a workflow as steps; those that hold nodes of this pack stand out."""
     canvas = canvas_module.Canvas(SIZE, SIZE, BACKGROUND)
-    title, _, subtitle = name.partition("-image")
+    title, subtitle = re.split("-(?=image|long)", name)
     canvas.text((28, 30), title.replace("-", " ").title(), TEXT, size=50, weight=0.8)
-    canvas.text((28, 96), f"image{subtitle.replace('-', ' ')}, cache in 2 bits", MUTED, size=28)
+    canvas.text((28, 96), f"{subtitle.replace('-', ' ')}, cache in 2 bits", MUTED, size=28)
     height = (SIZE - 190) / len(workflow["groups"])
     for i, group in enumerate(workflow["groups"]):
         y = 160 + i * height

@@ -37,7 +37,7 @@ INPUTS = {
     "QuantWMTinyWorldConditioning": CAMERA,
     "QuantWMTinyWorldSeed": ["model", "vae", "world_seed", *CAMERA, "seed_frames", "length"],
     "QuantWMCompare": ["reference", "compared", "difference_gain", "reference_name", "compared_name"],
-    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory"],
+    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory", "solver"],
     "QuantWMMemory": ["retrieval", "blocks", "bank_blocks", "keep", "bank_device"],
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
@@ -54,8 +54,9 @@ INPUTS |= {
         "height",
         "window",
         "sink",
+        "negative",
     ],
-    "QuantWMPlanner": ["model", "width", "height", "length", "frames_per_block", "budget"],
+    "QuantWMPlanner": ["model", "width", "height", "length", "frames_per_block", "budget", "guidance"],
 }
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
@@ -73,7 +74,7 @@ OUTPUTS = {
 OUTPUTS |= {
     "QuantWMBudget": ["QUANTWM_SETTINGS"],
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
-    "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
+    "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT", "CONDITIONING"],
     "QuantWMPlanner": ["QUANTWM_SETTINGS", "STRING", "IMAGE"],
 }
 NAMES = {
@@ -99,7 +100,7 @@ KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "
 ADVANCED = {
     "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:-1],
     "QuantWMLoadWorldModel": ["weight_dtype"],
-    "QuantWMWorldSampler": ["context_noise"],
+    "QuantWMWorldSampler": ["context_noise", "solver"],
     "QuantWMLingBotConditioning": ["window", "sink"],
     "QuantWMMemory": ["bank_device"],
 }

@@ -61,6 +61,13 @@ class LatentCamera:
         origins = poses[:, :3, 3, None, None].expand_as(turned)
         return torch.cat((origins, turned), dim=1)
 
+    def chained(self) -> torch.Tensor:
+        """Where each latent frame stands and looks, from the first one: float64 `[T, 4, 4]`."""
+        chained = self.poses.double().cpu().clone()
+        for frame in range(1, len(chained)):
+            chained[frame] = chained[frame - 1] @ chained[frame]
+        return chained
+
 
 def latent_camera(path: CameraPath, frames: int, latents: int) -> LatentCamera:
     """The first `frames` poses of a path, spread evenly over `latents` latent frames, each relative to the one before.
