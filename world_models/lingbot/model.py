@@ -15,6 +15,7 @@ import torch
 from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
 
 from .camera import LatentCamera
+from .checkpoint import camera_channels
 from .network import LingBotModel
 from .schedule import LEVELS, SHIFT, denoise_levels
 from .window import AttentionWindow
@@ -113,7 +114,7 @@ def build(weights: dict[str, torch.Tensor], metadata: dict[str, str], options: d
     """
     weights, metadata = comfy.utils.convert_old_quants(weights, "", metadata=metadata)
     detected = comfy.model_detection.model_config_from_unet(weights, "", metadata=metadata)
-    config = LingBotConfig(detected.unet_config)
+    config = LingBotConfig(detected.unet_config | {"camera_channels": camera_channels(weights)})
     config.quant_config = detected.quant_config
     management = comfy.model_management
     load_device, offload_device = management.get_torch_device(), management.unet_offload_device()
