@@ -78,10 +78,11 @@ def test_published_timesteps_and_levels(model, lingbot):
 def test_camera_poses_and_rays(lingbot, reference, name):
     version = case.VERSIONS[name]
     camera = lingbot.latent_camera(camera_path(version), version.poses, version.frames)
-    torch.testing.assert_close(camera.poses, reference[f"{name}.poses"], rtol=0, atol=2e-6)
+    # The public code takes differences of coordinates in float32, ours in float64.
+    torch.testing.assert_close(camera.poses, reference[f"{name}.poses"], rtol=0, atol=3e-6)
     rays = camera.rays(torch.arange(1, 3), case.HEIGHT * 8, case.WIDTH * 8)
     rays = torch.nn.functional.pixel_unshuffle(rays, 8).movedim(0, 1)
-    torch.testing.assert_close(rays, reference[f"{name}.rays"], rtol=0, atol=2e-6)
+    torch.testing.assert_close(rays, reference[f"{name}.rays"], rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("name", case.VERSIONS)

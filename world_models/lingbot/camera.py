@@ -75,7 +75,8 @@ def latent_camera(path: CameraPath, frames: int, latents: int) -> LatentCamera:
     When the latent frames were cut to whole blocks, `frames` is still the count before: the path is stretched, not cut.
     """
     poses = resample(path.poses[:frames], latents)
-    return LatentCamera(relative_poses(torch.from_numpy(poses).float()), path.intrinsics)
+    # Steps are small beside coordinates: they are told apart in float64.
+    return LatentCamera(relative_poses(torch.from_numpy(poses)).float(), path.intrinsics)
 
 
 def resample(poses: np.ndarray, count: int) -> np.ndarray:
@@ -153,6 +154,11 @@ def check_intrinsics(values: tuple[float, ...]) -> None:
         raise ValueError(
             f"intrinsics must be four numbers fx, fy, cx, cy with positive focal lengths; got {list(values)}. "
             "Give them in pixels of an 832 x 480 picture."
+        )
+    if not (0 <= values[2] <= REFERENCE_WIDTH and 0 <= values[3] <= REFERENCE_HEIGHT):
+        raise ValueError(
+            f"the camera's axis must meet the picture; got cx, cy = {values[2]:g}, {values[3]:g}. Intrinsics are in "
+            "pixels of an 832 x 480 picture, whatever the size of the video: scale those of another size."
         )
 
 
