@@ -20,6 +20,7 @@ from .methods import Method, build_method
 from .overrides import check_overrides, head_groups
 from .packing import TYPICAL_BLOCK, Packer, Reach, layers_together, pack_ready
 from .settings import CacheSettings
+from .span import PARTS
 from .stopwatch import Stopwatch
 
 
@@ -175,6 +176,7 @@ class WorldCache:
         record_usage = self.usage()
         raw = record_usage["raw"] + record_usage["blocks"]
         tokens = self.layers[-1].tokens
+        backend, backend_reason = self.backend.summary()
         entry = {
             "block": self.layers[-1].blocks - 1,
             "tokens": tokens,
@@ -182,7 +184,12 @@ class WorldCache:
             "bytes_packed": sum(record_usage.values()) - raw - record_usage["state"],
             "bytes_unpacked": raw + record_usage["state"],
             "bytes_bank": sum(layer.bank_bytes() for layer in self.layers),
+            "bytes_by_part": {part: record_usage[part] for part in PARTS},
+            "encode_seconds": round(self.encode_watch.finished_seconds(), 4),
+            "decode_seconds": round(self.decode_watch.finished_seconds(), 4),
             "seconds": round(time.perf_counter() - self._started, 3),
+            "backend": backend,
+            "backend_reason": backend_reason,
         }
         self.history.append(entry)
         if self._on_block is not None:

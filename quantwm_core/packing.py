@@ -129,6 +129,12 @@ class Packer:
             tokens = self.state.tokens
             facts = call_facts(settings, k, rotation is not None)
             span = self._backend.run("encode_span", facts, method, k, v, stats, self.state)
+            if rotation is not None and span.rotation is None:
+                raise ValueError(
+                    "a method packs keys as they are met or before RoPE, as it is told; "
+                    f"method {method.name!r} forgot the rotation it was given, and this model's keys come before RoPE. "
+                    "Choose another method."
+                )
             if again:
                 self.state.tokens = tokens
             elif self.method.uses_earlier_queries and stats.own is not None:

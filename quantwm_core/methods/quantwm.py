@@ -243,17 +243,22 @@ def key_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     return leading_eigenvectors(moment, rank).bfloat16()
 
 
-def key_feedback(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats | None = None) -> torch.Tensor:
-    """Feedback weights for keys: directions that the correction restores anyway cost nothing, so errors go there.
+def key_metric(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats) -> torch.Tensor:
+    """What an error of a stored key costs, float `[N, D, D]`: nothing in directions that the correction restores.
 
-    Both are after RoPE; `stats` say whether keys are stored before it.
+    Moment and basis are those of queries; `stats` say whether keys are stored before RoPE.
     """
     if basis is not None:
         basis = basis.float()
         eye = torch.eye(moment.shape[-1], device=moment.device)
         complement = eye - basis @ basis.transpose(1, 2)
         moment = complement @ moment @ complement.transpose(1, 2)
-    return feedback_matrix(moment if stats is None else stats.seen(moment))
+    return stats.seen(moment)
+
+
+def key_feedback(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats) -> torch.Tensor:
+    """Feedback weights for keys: errors go where they cost least."""
+    return feedback_matrix(key_metric(moment, basis, stats))
 
 
 def _decode_residual(flat: dict[str, torch.Tensor], prefix: str, bits: int, span: PackedSpan) -> torch.Tensor:

@@ -28,6 +28,7 @@ INPUTS = {
         "backend",
         "jensen",
         "bit_overrides",
+        "preset",
     ],
     "QuantWMApply": ["model", "settings"],
     "QuantWMCacheStats": ["cache", "after"],
@@ -95,9 +96,9 @@ NAMES |= {
     "QuantWMLingBotConditioning": "LingBot Conditioning",
     "QuantWMPlanner": "Memory Planner",
 }
-KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", ""]
+KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", "", "custom"]
 ADVANCED = {
-    "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
+    "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:-1],
     "QuantWMLoadWorldModel": ["weight_dtype"],
     "QuantWMWorldSampler": ["context_noise", "solver"],
     "QuantWMLingBotConditioning": ["window", "sink"],
@@ -127,6 +128,7 @@ def test_kv_cache_values(schemas):
     assert by_id["cache_device"].options == ["gpu", "cpu"]
     assert by_id["backend"].options == ["auto", "triton", "torch"]
     assert by_id["jensen"].options == ["off", "exact", "second-order"]
+    assert by_id["preset"].options == ["balanced", "smallest", "best quality", "paper", "custom"]
 
 
 def test_optional_inputs_come_last(schemas):
