@@ -43,6 +43,7 @@ READABLE = {
     "dtype": OneOf((torch.bfloat16, torch.float16, torch.float32)),
     "method": OneOf(("quantwm", "quantwm-paper", "rtn")),
     "head_dim": Between(16, 256),
+    "rotated": OneOf((False,)),
 }
 # Bit pattern of 1.0; see tiles.lane.
 FLOAT_ONE = 0x3F800000

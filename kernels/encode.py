@@ -58,7 +58,9 @@ class MultipleOf:
 class FusedQuantWM(QuantWM):
     """`QuantWM` with its two encoders on kernels; policy, layout and decoding are the method's own."""
 
-    def _steer(self, moment: torch.Tensor | None, rank: int, tokens: int, state: LayerState) -> KeySteering:
+    def _steer(
+        self, moment: torch.Tensor | None, rank: int, tokens: int, stats: QueryStats, state: LayerState
+    ) -> KeySteering:
         basis = key_basis(moment, rank, tokens, state, _directions)
         return KeySteering(basis, _key_feedback(moment, basis) if moment is not None and self.feedback else None)
 
@@ -124,6 +126,7 @@ def _value_feedback(metric: torch.Tensor) -> torch.Tensor:
         "method": OneOf(("quantwm",)),
         "head_dim": MultipleOf(16, 256),
         "candidates": Between(1, MOST_CANDIDATES),
+        "rotated": OneOf((False,)),
     },
     failures=FAILURES,
 )

@@ -58,6 +58,7 @@ def explain(facts: dict) -> str:
         "dtype": OneOf((torch.bfloat16, torch.float16)),
         "head_dim": Between(16, 256),
         "jensen": OneOf(("off",)),
+        "rotated": OneOf((False,)),
     },
     failures=FAILURES,
     explain=explain,

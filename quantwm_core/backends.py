@@ -9,8 +9,8 @@ implementations from outside; nothing here imports them. The operations and thei
     second_moment  query_stats.second_moment(queries, total)
 
 Facts describe one call in plain values. Names in use: device ("cuda"), capability ((9, 0)), dtype, method, key_bits,
-value_bits, head_dim, group_size, rank, jensen, batch, heads, tokens. A rule about a fact that a caller does not know
-passes.
+value_bits, head_dim, group_size, rank, jensen, rotated (some keys are stored before RoPE), batch, heads, tokens. A rule
+about a fact that a caller does not know passes.
 """
 
 from __future__ import annotations
@@ -168,14 +168,17 @@ def settings_facts(settings: CacheSettings) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _facts_of(settings: CacheSettings, shape: tuple, dtype: torch.dtype, device: torch.device) -> Mapping[str, Any]:
+def _facts_of(
+    settings: CacheSettings, shape: tuple, dtype: torch.dtype, device: torch.device, rotated: bool
+) -> Mapping[str, Any]:
     sizes = dict(zip(("batch", "tokens", "heads", "head_dim"), shape, strict=True))
-    return MappingProxyType(settings_facts(settings) | sizes | {"dtype": dtype} | device_facts(device))
+    rest = {"dtype": dtype, "rotated": rotated} | device_facts(device)
+    return MappingProxyType(settings_facts(settings) | sizes | rest)
 
 
-def call_facts(settings: CacheSettings, like: torch.Tensor) -> Mapping[str, Any]:
+def call_facts(settings: CacheSettings, like: torch.Tensor, rotated: bool = False) -> Mapping[str, Any]:
     """What backends are chosen by, for a call on tensors `[B, S, H, D]`."""
-    return _facts_of(settings, tuple(like.shape), like.dtype, like.device)
+    return _facts_of(settings, tuple(like.shape), like.dtype, like.device, rotated)
 
 
 def choose(operation: str, setting: str, facts: Mapping[str, Any], required: bool = False) -> Choice:

@@ -142,8 +142,9 @@ class WorldCache:
     def usage(self) -> Counter[str]:
         """Resident bytes by part over all layers."""
         total: Counter[str] = Counter()
+        rotations: set[int] = set()
         for layer in self.layers:
-            total.update(layer.usage())
+            total.update(layer.usage(rotations))
         return total
 
     def record(self) -> dict:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from .entry import Entry, moved_piece, storages_of, tensors_of
 from .methods import LayerState, Method
 from .packing import Packer, pack_ready
 from .prefetch import LayerFetch
+from .rotation import Rotation, check_rotation
 from .settings import CacheSettings
 from .span import PackedSpan, RawBlock, part_of, shares_of, storage_bytes
 from .stopwatch import Stopwatch
@@ -125,22 +127,29 @@ class LayerCache:
         v: torch.Tensor,
         queries: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
-        """Add a block `[B, S, H, D]`; `queries` are those that met these keys, in the same coordinates.
+        """Add a block `[B, S, H, D]`; `queries` are those that met these keys, as attention multiplies them.
 
         Args:
             lengths: add it as several blocks of so many tokens each.
+            rotation: `k` are keys before this RoPE, queries are after theirs. Give all layers the same object: its
+                tables are kept once. Reading and attending gives keys after RoPE; live keys always come after it.
 
         Raises:
-            ValueError: when batch, heads or head width differ from what the cache holds.
+            ValueError: when batch, heads or head width differ from what the cache holds, when the rotation does not
+                fit, or when the settings cannot work on keys before RoPE.
         """
         self._check_shape(k, v)
+        if rotation is not None:
+            self._check_rotation(k, rotation)
         if queries is not None:
             self.observe(queries)
         moment = self._take_observed()
         lengths = list(lengths or (k.shape[1],))
-        for keys, values in zip(k.split(lengths, 1), v.split(lengths, 1)):
-            self.pending.append(RawBlock(keys, values, moment))
+        whole = RawBlock(k, v, moment, rotation)
+        ends = list(accumulate(lengths))
+        self.pending += [whole.cut(slice(end - length, end)) for end, length in zip(ends, lengths)]
 
     @property
     def state(self) -> LayerState:
@@ -159,7 +168,7 @@ class LayerCache:
         for block in self.pending:
             if self.blocks < self.settings.keep_first_blocks:
                 block.moment = None  # it will never be packed
-            mean = block.k.float().mean(1) if self.keeps_means else None
+            mean = block.turned_k.float().mean(1) if self.keeps_means else None
             self.entries.append(Entry(block, [block.tokens], self.blocks, mean_key=mean))
         self.pending.clear()
         self._recount_raw()
@@ -285,17 +294,23 @@ class LayerCache:
         if self.following is not None:
             self.following.start_fetch()
         pieces = history + [RawBlock(k, v)]
-        facts = call_facts(self.settings, queries)
+        facts = call_facts(self.settings, queries, _rotated(pieces))
         read = partial(self._gather, pieces) if history else partial(self.read, k, v)
         return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
 
-    def usage(self) -> Counter[str]:
+    def usage(self, counted: set[int] | None = None) -> Counter[str]:
         """Resident bytes by part, from real storages, each counted once.
 
         Besides the parts of a span: `raw` (one side kept at 16 bits), `blocks` (kept in full precision), `state`.
+
+        Args:
+            counted: storages of rotations, which all layers share, that were counted with layers before; added to.
         """
         usage = Counter(self._usage)
-        usage["state"] += self.state.nbytes(set(self._seen)) // self.packer.layers + storage_bytes(self._means())
+        turns = [stored.rotation for stored in self._stored() if stored.rotation is not None]
+        shared = storage_bytes((t for turn in turns for t in turn.tensors), counted)
+        own = self.state.nbytes(set(self._seen)) // self.packer.layers
+        usage["state"] += own + shared + storage_bytes(self._means())
         return usage
 
     def bank_bytes(self) -> int:
@@ -359,6 +374,15 @@ class LayerCache:
                 f"got {(k.shape[0], *k.shape[2:])}. With classifier-free guidance the batch changes: set cfg to 1."
             )
 
+    def _check_rotation(self, k: torch.Tensor, rotation: Rotation) -> None:
+        check_rotation(self.settings)
+        if rotation.cos.shape != (k.shape[1], k.shape[3] / 2) or rotation.cos.device != k.device:
+            raise ValueError(
+                "a rotation has an angle for every token and pair of channels, and is where the keys are; got "
+                f"{list(rotation.cos.shape)} on {rotation.cos.device} for keys {list(k.shape)} on {k.device}. "
+                "Cut it to the block's tokens."
+            )
+
     def replace(self, group: list[int], span: PackedSpan) -> None:
         """Put a span in the place of the entries it was packed from."""
         packed = Entry.joined([self.entries[i] for i in group], span)
@@ -369,6 +393,14 @@ class LayerCache:
     def decoded(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` of the entry `index`, on the device where the cache is read."""
         return self._gather([self.entries[index].stored])
+
+    def as_block(self, index: int) -> RawBlock:
+        """The entry `index` as a block to be packed anew for the newest block's queries."""
+        keys, values = self.decoded(index)
+        rotation = self.entries[index].stored.rotation
+        if rotation is not None:
+            keys = rotation.undo(keys)
+        return RawBlock(keys, values, self.newest_moment, rotation)
 
     def exchange(self, index: int, span: PackedSpan) -> None:
         """Put a span in the place of another one of the same tokens."""
@@ -400,7 +432,8 @@ class LayerCache:
         keys, values = torch.empty(2, batch, total, heads, width, dtype=dtype, device=device)
         self.workspace_bytes = max(self.workspace_bytes, 2 * keys.numel() * keys.element_size())
         with self._decode_watch:
-            self._backend.run("decode_layer", call_facts(self.settings, keys), self.method, pieces, keys, values)
+            facts = call_facts(self.settings, keys, _rotated(pieces))
+            self._backend.run("decode_layer", facts, self.method, pieces, keys, values)
         return keys, values
 
     @staticmethod
@@ -417,7 +450,7 @@ class LayerCache:
         """A block that stays must not keep a larger tensor alive through a view."""
         block = entry.stored
         if isinstance(block, RawBlock) and block.k.untyped_storage().nbytes() > block.k.nbytes:
-            entry.stored = RawBlock(block.k.clone(), block.v.clone(), block.moment)
+            entry.stored = block.owning_storage()
 
     def _recount(self) -> None:
         self._usage.clear()
@@ -434,6 +467,10 @@ class LayerCache:
         blocks = [stored for stored in self._stored() if isinstance(stored, RawBlock)]
         tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
         self._usage["blocks"] = storage_bytes(tensors)
+
+
+def _rotated(pieces: Sequence[RawBlock | PackedSpan]) -> bool:
+    return any(piece.rotation is not None for piece in pieces)
 
 
 def _width(piece: RawBlock | PackedSpan) -> tuple[int, int]:

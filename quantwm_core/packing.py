@@ -19,6 +19,7 @@ from .backends import Dispatcher, call_facts
 from .methods import LayerState, Method
 from .prefetch import moved
 from .query_stats import QueryStats
+from .rotation import joined_rotation
 from .settings import CacheSettings
 from .span import PackedSpan, RawBlock
 from .stopwatch import Stopwatch
@@ -83,9 +84,12 @@ class Packer:
             batch = k.shape[0] // self.layers
             if None not in self._metrics:
                 self.state.value_metric = partial(_joined_metrics, self._metrics, batch)
-            stats = QueryStats(own=_moments(blocks), earlier=self.state.earlier.moment)
+            # Layers of a group hold the same tokens, so one rotation serves all of them.
+            rotation = joined_rotation([block.rotation for block in blocks[0]])
+            stats = QueryStats(_moments(blocks), self.state.earlier.moment, rotation)
             tokens = self.state.tokens
-            span = self._backend.run("encode_span", call_facts(settings, k), method, k, v, stats, self.state)
+            facts = call_facts(settings, k, rotation is not None)
+            span = self._backend.run("encode_span", facts, method, k, v, stats, self.state)
             if again:
                 self.state.tokens = tokens
             elif self.method.uses_earlier_queries and stats.own is not None:
@@ -163,7 +167,7 @@ def pack_ready(layers: Sequence[LayerCache]) -> None:
 
 def repack(layers: Sequence[LayerCache], index: int, width: tuple[int, int]) -> None:
     """Store the span of entry `index` in other bits, in all layers of a group, minding what the newest block asked."""
-    blocks = [[RawBlock(*layer.decoded(index), layer.newest_moment)] for layer in layers]
+    blocks = [[layer.as_block(index)] for layer in layers]
     for layer, span in zip(layers, layers[0].packer.pack(blocks, width, again=True), strict=True):
         layer.exchange(index, span)
 
