@@ -62,6 +62,8 @@ class Packer:
         self._backend = backend
         self._watch = watch
         self.state = LayerState()
+        # Whether blocks come with queries that were asked before them, and so are earlier ones already.
+        self.prefilled = False
 
     def forget(self) -> None:
         """Start anew, as before the first span."""
@@ -86,13 +88,14 @@ class Packer:
                 self.state.value_metric = partial(_joined_metrics, self._metrics, batch)
             # Layers of a group hold the same tokens, so one rotation serves all of them.
             rotation = joined_rotation([block.rotation for block in blocks[0]])
-            stats = QueryStats(_moments(blocks), self.state.earlier.moment, rotation)
+            own = _moments(blocks)
+            stats = QueryStats(own, own if self.prefilled else self.state.earlier.moment, rotation)
             tokens = self.state.tokens
             facts = call_facts(settings, k, rotation is not None)
             span = self._backend.run("encode_span", facts, method, k, v, stats, self.state)
             if again:
                 self.state.tokens = tokens
-            elif self.method.uses_earlier_queries and stats.own is not None:
+            elif self.method.uses_earlier_queries and own is not None and not self.prefilled:
                 self.state.earlier.add(stats.own, k.shape[1])
         if self.settings.cache_device == "cpu":
             span = self._offload(span)

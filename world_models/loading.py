@@ -45,7 +45,8 @@ def load_world_model(path: str, weight_dtype: str = "default", disable_dynamic: 
     Reads safetensors with or without the causal marker in the metadata, also in parts (`path` is any of them), and
     `.pt` files that hold the weights under `generator` or `generator_ema` (the latter is preferred), bare or wrapped
     by FSDP. Pickles are read with `weights_only`, so a file cannot run code. LingBot-World is told by its camera
-    layers, LongCat-Video by its own keys. `disable_dynamic` is what ComfyUI passes when it reloads a model for a second GPU.
+    layers, LongCat-Video by its own keys. `disable_dynamic` is what ComfyUI passes when it reloads a model for a
+    second GPU.
 
     Raises ValueError naming what was found when the file holds anything else, RuntimeError when this ComfyUI
     has no autoregressive Wan.

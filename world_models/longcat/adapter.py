@@ -1,7 +1,7 @@
 """Attach a packed cache to LongCat-Video: its runs are opened by wrappers, so other settings are other wrappers.
 
-Keys are packed before RoPE and turned when they are read; the correction of keys is taken after RoPE, where queries are.
-The given frames are one span, packed layer by layer within the forward that computes them.
+Keys are packed before RoPE and turned when they are read; the correction of keys is taken after RoPE, where queries
+are. The given frames are one span, packed within the forward that computes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keys and values of the given frames during one run: in full precision, or packed.
 
-Both are asked by the conditional and the unconditional prompt alike. The published code keeps keys before RoPE and turns
-them at every read. Packed spans do so as well; in full precision they are turned once, which gives the same bits.
+Both are asked by the conditional and the unconditional prompt alike. The published code keeps keys before RoPE and
+turns them at every read. Packed spans do so as well; in full precision they are turned once, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from comfy.ldm.flux.math import apply_rope1
 
-from ...quantwm_core import WorldCache
+from ...quantwm_core import LayerCache, WorldCache
 from ...quantwm_core.probe import LogitProbe
 from ...quantwm_core.rotation import Rotation
 
@@ -73,6 +73,8 @@ class PackedCache:
         self._probe = probe
         self._freqs: torch.Tensor | None = None
         self._rotation: Rotation | None = None
+        for part in parts_of(cache):
+            part.packer.prefilled = True
 
     def begin(self, frames: int, freqs: torch.Tensor) -> None:
         self.frames, self._freqs = frames, freqs
@@ -102,3 +104,8 @@ class PackedCache:
         if self._probe is not None:
             out = self._probe.attend(layer, q, held.read(k, v)[0], (k, v), attention, out)
         return out
+
+
+def parts_of(cache: WorldCache) -> list[LayerCache]:
+    """The layers of a cache, and where heads of a layer are kept apart, each of its groups."""
+    return [part for layer in cache.layers for part in getattr(layer, "caches", (layer,))]

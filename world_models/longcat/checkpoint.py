@@ -50,7 +50,7 @@ DEFAULT_ATTENDS_PADDING = True
 
 @dataclass(frozen=True)
 class Facts:
-    """What weights do not show: the shift of the noise levels, whether padding of a prompt is attended, and who says so."""
+    """What weights do not show, and who says so: the shift of noise levels, whether a prompt's padding is attended."""
 
     shift: float = DEFAULT_SHIFT
     shift_from: str = "default"
@@ -84,8 +84,8 @@ def network_weights(stored: dict[str, torch.Tensor], path: str) -> dict[str, tor
             weights |= zip(targets, [value] * len(targets) if whole else value.chunk(len(targets)))
     if any("audio" in key for key in weights):
         raise ValueError(
-            f"{path} is LongCat-Video-Avatar, which follows a voice; only LongCat-Video itself is supported. Use dit/ of "
-            "meituan-longcat/LongCat-Video or its repack."
+            f"{path} is LongCat-Video-Avatar, which follows a voice; only LongCat-Video itself is supported. Use dit/ "
+            "of meituan-longcat/LongCat-Video or its repack."
         )
     with torch.device("meta"):
         expected = LongCatModel(**sizes(weights), operations=comfy.ops.disable_weight_init).state_dict()
@@ -93,7 +93,7 @@ def network_weights(stored: dict[str, torch.Tensor], path: str) -> dict[str, tor
     if missing:
         raise ValueError(
             f"{path} looks like LongCat-Video, but {len(missing)} of {len(expected)} weights are missing: "
-            f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}. Get the checkpoint again with all its parts."
+            f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}. Get the checkpoint again with all parts."
         )
     return weights
 
@@ -145,9 +145,9 @@ def sizes(weights: dict[str, torch.Tensor]) -> dict:
 def facts(path: str, metadata: dict[str, str]) -> Facts:
     """What the checkpoint's own configuration says.
 
-    Looked for in the metadata's `config` (`{"transformer": {"text_tokens_zero_pad": ...}, "scheduler": {"shift": ...}}`),
-    in `config.json` beside the weights, and in `scheduler_config.json` beside them or in the folder `scheduler` next to
-    theirs, as in the official download.
+    Looked for in the metadata's `config` (`{"transformer": {"text_tokens_zero_pad": true}, "scheduler": {"shift":
+    12}}`), in `config.json` beside the weights, and in `scheduler_config.json` beside them or in the folder `scheduler`
+    next to theirs, as in the official download.
     """
     inside = json.loads(metadata.get("config", "{}"))
     here = Path(path).parent

@@ -1,4 +1,4 @@
-"""Classifier-free guidance as LongCat-Video was made for: with the unconditional flow scaled to fit the conditional one.
+"""Classifier-free guidance as LongCat-Video is sampled with: the unconditional flow is scaled to fit the other one.
 
 CFG-Zero* (arXiv 2503.18886, optimized scale). The scale is taken over the frames that are made: the given ones have no
 flow here. The published code does so with its cache and counts the given frames without it, which differs by some

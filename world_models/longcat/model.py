@@ -43,12 +43,13 @@ class LongCatVideo(comfy.model_base.BaseModel):
         expected = kwargs.get(GIVEN_KEY, count)
         if count != expected:
             raise ValueError(
-                f"the prompt comes with {expected} given latent frames and the latent keeps {count}. Connect the latent "
-                "of the LongCat Conditioning that the prompt comes from, noise mask included."
+                f"the prompt comes with {expected} given latent frames and the latent keeps {count}. Connect the "
+                "latent of the LongCat Conditioning that the prompt comes from, noise mask included."
             )
         if count == kwargs["noise"].shape[2]:
             raise ValueError(
-                f"all {count} latent frames are given, so none is left to be made. Raise length in LongCat Conditioning."
+                f"all {count} latent frames are given, so none is left to be made. Raise length in LongCat "
+                "Conditioning."
             )
         if count:
             out["given"] = comfy.conds.CONDRegular(kwargs["latent_image"][:, :, :count])

@@ -137,16 +137,18 @@ class Text:
 
     def __init__(self, rows: torch.Tensor, mask: torch.Tensor | None, options: dict) -> None:
         self.rows = rows
-        self._bias = None if mask is None else mask[:, None, None, :]
+        self._bias = None
+        if mask is not None:
+            # Added to logits: not all of the host's attentions take a mask of truth values.
+            lowest = torch.finfo(rows.dtype).min
+            self._bias = rows.new_zeros(mask.shape).masked_fill_(~mask, lowest)[:, None, None, :]
         self._options = options
 
     def attended(self, module: LongCatAttention, x: torch.Tensor) -> torch.Tensor:
         """Cross-attention of tokens `[B, S, C]`."""
         q, k, v = (t.flatten(2) for t in module.project(x, self.rows))
         return module.o(
-            optimized_attention(
-                q, k, v, heads=module.num_heads, mask=self._bias, transformer_options=self._options
-            )
+            optimized_attention(q, k, v, heads=module.num_heads, mask=self._bias, transformer_options=self._options)
         )
 
     def first(self, count: int) -> Text:
@@ -215,7 +217,7 @@ class LongCatModel(nn.Module):
         self.head = LongCatHead(dim, patch * out_dim, step_dim, settings)
 
     def embed_text(self, context: torch.Tensor, options: dict) -> Text:
-        """Prompts `[B, L, text width]`, whose rows behind the prompt are zero, as the host's text encoder leaves them."""
+        """Prompts `[B, L, text width]`; rows behind a prompt are zero, as the host's text encoder leaves them."""
         context = pad(context, (0, 0, 0, max(0, TEXT_TOKENS - context.shape[1])))
         used = (context != 0).any(-1)
         rows = self.text_embedding(context)
@@ -226,7 +228,11 @@ class LongCatModel(nn.Module):
         return Text(rows, None if bool(used.all()) else used, options)
 
     def predict(
-        self, x: torch.Tensor, timestep: torch.Tensor, text: Text, cache: GivenCache | None = None,
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        text: Text,
+        cache: GivenCache | None = None,
         options: dict | None = None,
     ) -> torch.Tensor:
         """What the network was trained to say: the clean frames minus the noise.
@@ -320,8 +326,8 @@ def run_of(options: dict) -> LongCatRun:
     run = options.get(RUN_KEY)
     if run is None:
         raise ValueError(
-            "LongCat-Video keeps the keys and values of given frames for one run of a sampler, and this forward belongs "
-            "to none. Sample it with KSampler or Sampler Custom (Advanced)."
+            "LongCat-Video keeps the keys and values of given frames for one run of a sampler, and this forward "
+            "belongs to none. Sample it with KSampler or Sampler Custom (Advanced)."
         )
     return run
 

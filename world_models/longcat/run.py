@@ -15,7 +15,7 @@ from ...quantwm_core.accounting import estimate_bytes, native_record
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
 from ..output_metric import OutputMetric
-from .cache import GivenCache, PackedCache, PlainCache
+from .cache import GivenCache, PackedCache, PlainCache, parts_of
 from .network import RUN_KEY, LongCatModel, Rehearsal, Text
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def given_frames(denoise_mask: torch.Tensor | None) -> int:
 
 
 class Runs:
-    """What opens and closes runs on a MODEL: two wrappers of the host. Holds settings, and tensors only within a run."""
+    """What opens and closes runs on a MODEL, by two wrappers. Holds settings; tensors only within a run."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class Runs:
 
     def attach(self, model: Any) -> None:
         """Take the place of whatever runs a MODEL had."""
-        for kind, function in ((WrappersMP.OUTER_SAMPLE, self.outer_sample), (WrappersMP.PREPARE_SAMPLING, self.prepare)):
+        wrappers = {WrappersMP.OUTER_SAMPLE: self.outer_sample, WrappersMP.PREPARE_SAMPLING: self.prepare}
+        for kind, function in wrappers.items():
             model.remove_wrappers_with_key(kind, KEY)
             model.add_wrapper_with_key(kind, KEY, function)
 
@@ -125,9 +126,7 @@ class LongCatRun:
 
     def shape_with_cache(self, noise_shape: list[int]) -> list[int]:
         """The latent shape that the host would estimate at its own need plus the cache's: more frames."""
-        _, patch_height, patch_width = self.model.diffusion_model.patch_size
-        plane = math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
-        geometry, tokens = self.geometry(noise_shape[0]), self.frames * plane
+        geometry, tokens = self.geometry(noise_shape[0]), self.frames * self._plane(*noise_shape[3:])
         if self.settings.compresses:
             planned = estimate_bytes(self.settings, geometry, tokens)
         else:
@@ -175,10 +174,8 @@ class LongCatRun:
             logger.warning("QuantWM: this run was given no frames to continue, so nothing was cached or packed.")
 
     def _open(self, given: torch.Tensor) -> PlainCache | PackedCache:
-        network = self.model.diffusion_model
-        _, patch_height, patch_width = network.patch_size
         self.device, self._batch = given.device, given.shape[0]
-        self._tokens = given.shape[2] * math.ceil(given.shape[3] / patch_height) * math.ceil(given.shape[4] / patch_width)
+        self._tokens = given.shape[2] * self._plane(*given.shape[3:])
         if not self.settings.compresses:
             return PlainCache(on_cpu=self.settings.cache_device == "cpu")
         metrics = [OutputMetric(self, layer) for layer in range(len(self.blocks))]
@@ -186,6 +183,11 @@ class LongCatRun:
             self.settings, self.geometry(self._batch), self.device, metrics, self._method, self._block_committed
         )
         return PackedCache(cache, self._probe)
+
+    def _plane(self, height: int, width: int) -> int:
+        """Tokens of one latent frame."""
+        _, patch_height, patch_width = self.model.diffusion_model.patch_size
+        return math.ceil(height / patch_height) * math.ceil(width / patch_width)
 
     def _rehearsal(
         self, cache: PlainCache | PackedCache, noisy: torch.Tensor, given: torch.Tensor, text: Text
@@ -195,7 +197,7 @@ class LongCatRun:
         Nobody has asked anything before the given frames are packed. Noise at the levels of a run, mixed with the last
         given frame, asks much as the run will; it depends on nothing that is made later.
         """
-        if not isinstance(cache, PackedCache) or not _wants_queries(cache.cache):
+        if not isinstance(cache, PackedCache) or not any(part.method.uses_queries for part in parts_of(cache.cache)):
             return None
         frames, count = given.shape[2], min(noisy.shape[2], len(REHEARSAL_SIGMAS))
         sigmas = torch.tensor(REHEARSAL_SIGMAS[:count], device=given.device)
@@ -212,8 +214,3 @@ class LongCatRun:
         self.handle.history.append(entry)
         if self._on_block is not None:
             self._on_block(entry)
-
-
-def _wants_queries(cache: WorldCache) -> bool:
-    parts = (part for layer in cache.layers for part in getattr(layer, "caches", (layer,)))
-    return any(part.method.uses_queries for part in parts)
