@@ -41,6 +41,19 @@ INPUTS = {
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 INPUTS |= {
+    "QuantWMLongCatConditioning": [
+        "positive",
+        "negative",
+        "vae",
+        "width",
+        "height",
+        "length",
+        "given_frames",
+        "start_image",
+        "video",
+    ],
+    "QuantWMLongCatLoRA": ["model", "lora_name", "strength"],
+    "QuantWMLongCatScheduler": ["model", "schedule", "steps"],
     "QuantWMBudget": ["settings", "budget_gb"],
     "QuantWMCameraPath": ["motion", "length", "distance", "angle", "fov", "actions", "keyframes", "folder"],
     "QuantWMLingBotConditioning": [
@@ -70,6 +83,9 @@ OUTPUTS = {
     "QuantWMMemory": ["QUANTWM_MEMORY"],
 }
 OUTPUTS |= {
+    "QuantWMLongCatConditioning": ["CONDITIONING", "CONDITIONING", "LATENT", "INT"],
+    "QuantWMLongCatLoRA": ["MODEL"],
+    "QuantWMLongCatScheduler": ["SIGMAS"],
     "QuantWMBudget": ["QUANTWM_SETTINGS"],
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
     "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
@@ -89,6 +105,9 @@ NAMES = {
     "QuantWMMemory": "World Memory",
 }
 NAMES |= {
+    "QuantWMLongCatConditioning": "LongCat Conditioning",
+    "QuantWMLongCatLoRA": "LongCat LoRA",
+    "QuantWMLongCatScheduler": "LongCat Scheduler",
     "QuantWMBudget": "Cache Budget",
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",

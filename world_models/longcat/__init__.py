@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..causal_wan.shape import room_for_cache, world_of
 from .adapter import attach, supports
 from .checkpoint import is_longcat
+from .lora import with_lora
 from .model import GIVEN_KEY, build, describe
 from .schedule import DISTILLED_STEPS, distilled_sigmas, sigmas
 
@@ -22,5 +23,6 @@ __all__ = [
     "room_for_cache",
     "sigmas",
     "supports",
+    "with_lora",
     "world_of",
 ]

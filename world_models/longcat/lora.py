@@ -6,12 +6,43 @@ matrix for each. LoRAs under the repack's names need nothing of this: the host's
 
 from __future__ import annotations
 
+from typing import Any
+
+import comfy.sd
+import comfy.utils
 import torch
 
 from .checkpoint import renamed
+from .network import LongCatModel
 
 PREFIX, DOT = "lora___lorahyphen___", "___lorahyphen___"
 DOWN = ".lora_down.weight"
+
+
+def with_lora(model: Any, path: str, strength: float):
+    """A clone of a LongCat-Video MODEL with the LoRA in a file, applied by the host.
+
+    Raises:
+        ValueError: when the model is another, or the LoRA fits none of its layers.
+    """
+    if not isinstance(getattr(model.model, "diffusion_model", None), LongCatModel):
+        raise ValueError(
+            f"LongCat LoRA is for LongCat-Video; this is {type(model.model).__name__}. Use Load LoRA for others."
+        )
+    lora = comfy.utils.load_torch_file(path, safe_load=True)
+    if is_official_lora(lora):
+        lora = host_lora(lora)
+    changed, _ = comfy.sd.load_lora_for_models(model, None, lora, strength, 0.0)
+    if _count(changed) == _count(model):
+        raise ValueError(
+            f"{path} fits no layer of LongCat-Video; its first weight is called {next(iter(lora), None)!r}. Take a "
+            "LoRA that was made for LongCat-Video."
+        )
+    return changed
+
+
+def _count(model: Any) -> int:
+    return sum(len(patches) for patches in model.patches.values())
 
 
 def is_official_lora(lora: dict[str, torch.Tensor]) -> bool:
