@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.small_longcat import official_shapes
+
 WEIGHTS_SEED, NOISE_SEED, LORA_SEED = 21, 22, 23
 # Names as the public class has them.
 MODEL = {
@@ -47,42 +49,11 @@ VERSIONS = {
 }
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Shapes of the public class's parameters, by its names."""
-    dim, step, ffn, head = MODEL["hidden_size"], MODEL["adaln_tembed_dim"], FFN, MODEL["hidden_size"] // HEADS
-    layers = {
-        "x_embedder.proj": (dim, 16, 1, PATCH, PATCH),
-        "t_embedder.mlp.0": (step, MODEL["frequency_embedding_size"]),
-        "t_embedder.mlp.2": (step, step),
-        "y_embedder.y_proj.0": (dim, TEXT_WIDTH),
-        "y_embedder.y_proj.2": (dim, dim),
-        "final_layer.linear": (16 * PATCH * PATCH, dim),
-        "final_layer.adaLN_modulation.1": (2 * dim, step),
-    }
-    made = {}
-    for block in range(MODEL["depth"]):
-        at = f"blocks.{block}"
-        layers |= {f"{at}.adaLN_modulation.1": (6 * dim, step), f"{at}.attn.qkv": (3 * dim, dim)}
-        layers |= {f"{at}.attn.proj": (dim, dim), f"{at}.pre_crs_attn_norm": (dim,)}
-        layers |= {f"{at}.cross_attn.q_linear": (dim, dim), f"{at}.cross_attn.kv_linear": (2 * dim, dim)}
-        layers |= {f"{at}.cross_attn.proj": (dim, dim)}
-        norms = [f"{at}.{part}.{side}_norm.weight" for part in ("attn", "cross_attn") for side in "qk"]
-        made |= dict.fromkeys(norms, (head,))
-        made |= {
-            f"{at}.ffn.w1.weight": (ffn, dim),
-            f"{at}.ffn.w3.weight": (ffn, dim),
-            f"{at}.ffn.w2.weight": (dim, ffn),
-        }
-    for name, shape in layers.items():
-        made |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    return made
-
-
 def weights() -> dict[str, torch.Tensor]:
     """Random weights under the public class's names."""
     generator = torch.Generator().manual_seed(WEIGHTS_SEED)
     made = {}
-    for name, shape in sorted(shapes().items()):
+    for name, shape in sorted(official_shapes(MODEL, FFN).items()):
         noise = torch.randn(shape, generator=generator)
         if noise.ndim == 1:
             # Gains of norms are all that is a vector and called a weight. Large ones let attention choose.
