@@ -15,7 +15,7 @@ from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .launching import launch
 from .sizes import ceil_div, next_power
-from .tables import CHUNK, FIELDS, PieceTable, format_runs, piece_table
+from .tables import CHUNK, FIELDS, PieceTable, layer_tables
 from .tiles import (
     BITMAP,
     KEYS,
@@ -34,6 +34,7 @@ from .tiles import (
     finish_side,
     open_correction,
     open_side,
+    turn,
 )
 
 # What the kernels have been written and tested for; every kernel that reads spans shares it.
@@ -43,7 +44,6 @@ READABLE = {
     "dtype": OneOf((torch.bfloat16, torch.float16, torch.float32)),
     "method": OneOf(("quantwm", "quantwm-paper", "rtn")),
     "head_dim": Between(16, 256),
-    "rotated": OneOf((False,)),
 }
 # Bit pattern of 1.0; see tiles.lane.
 FLOAT_ONE = 0x3F800000
@@ -62,11 +62,26 @@ def copy_chunk(source, source_stride, target, target_stride, count, D: tl.conste
 
 
 @triton.jit
+def turn_chunk(
+    row, first, source, source_stride, target, target_stride, count, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr
+):
+    """Copy `count` rows of D channels, from token `first` of a piece on, with RoPE."""
+    column = tl.arange(0, W)
+    for start in range(0, count, T):
+        token = start + tl.arange(0, T)
+        valid = token < count
+        mask = valid[:, None] & (column < D)[None, :]
+        x = tl.load(source + token[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
+        turned = turn(row, first, token, valid, x.to(tl.float32), D, W, T)
+        store_tile(target, target_stride, token, valid, turned, D, W)
+
+
+@triton.jit
 def decode_keys_chunk(
     row, first, count, head, target, target_stride, one,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
     R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr, SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr,
-    CHUNK_: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK_: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Keys of `count` tokens from `first` on, correction included.
 
@@ -95,6 +110,8 @@ def decode_keys_chunk(
         )
         ids = fetch_ids(side, ahead + T, ahead + T < count, BOOK)
         value = finish_side(side, code, scale, zero, centroid, one, W, T, BITS, GROUP, MIDRISE, BOOK, 0)
+        if ROTATED:
+            value = turn(row, first, local, valid, value, D, W, T)
         if RANK:
             if SPARSE:
                 # Where a row lies depends on how many tokens before it have one, so these are not read ahead.
@@ -170,7 +187,7 @@ def decode_kernel(
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr,
     SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr,
-    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr,
+    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One program: up to CHUNK tokens of one head's keys or values, of a stored piece or (beyond them) the live block.
 
@@ -202,11 +219,14 @@ def decode_kernel(
             source = raw.to(tl.pointer_type(keys.dtype.element_ty))
             stride = tl.load(row + KEYS + RAW_S).to(tl.int32)
             source += batch * tl.load(row + KEYS + RAW_B) + first * stride + h * tl.load(row + KEYS + RAW_H)
-            copy_chunk(source, stride, keys + out, out_s, count, D, W, T)
+            if ROTATED:
+                turn_chunk(row, first, source, stride, keys + out, out_s, count, D, W, T)
+            else:
+                copy_chunk(source, stride, keys + out, out_s, count, D, W, T)
         else:
             decode_keys_chunk(
                 row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK,
-                SPARSE, ZEROS_WIDTH, CHUNK_, ALIGNED,
+                SPARSE, ZEROS_WIDTH, CHUNK_, ALIGNED, ROTATED,
             )  # fmt: skip
     else:
         raw = tl.load(row + VALUES + RAW)
@@ -230,7 +250,7 @@ def tile_width(head_dim: int) -> int:
 @lru_cache
 def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> dict:
     """Compile-time constants for a format (see `tables.Format.numbers`); not to be changed."""
-    key_bits, value_bits, group_size, rank, sparse, midrise, book = numbers
+    key_bits, value_bits, group_size, rank, sparse, midrise, book, rotated = numbers
     groups = -(-head_dim // group_size)
     if key_bits == value_bits:
         # Zero-points of both sides stand next to each other without a gap.
@@ -255,6 +275,7 @@ def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> 
         "ALIGNED": aligned,
         "CHUNK_": CHUNK,
         "FIELD_COUNT": len(FIELDS),
+        "ROTATED": bool(rotated),
     }
 
 
@@ -266,31 +287,22 @@ def launch_shape(width: int) -> dict:
 @register("decode_layer", "triton", READABLE, failures=FAILURES)
 def decode_layer(method, pieces: Sequence[RawBlock | PackedSpan], keys: torch.Tensor, values: torch.Tensor) -> None:
     """Kernel twin of `quantwm_core.operations.decode_layer`: one launch for all pieces of a format."""
-    pieces = [on_device(piece, keys.device) for piece in pieces]
     last = pieces[-1]
     # The live block is new at every call; its address is an argument, so that the table stays as it is.
-    live = last if isinstance(last, RawBlock) else RawBlock(*keys.new_empty(2, keys.shape[0], 0, *keys.shape[2:]))
-    history = pieces[: len(pieces) - isinstance(last, RawBlock)]
-    *earlier, run = format_runs(history) or [[]]
+    is_live = isinstance(last, RawBlock) and last.rotation is None
+    live = last if is_live else RawBlock(*keys.new_empty(2, keys.shape[0], 0, *keys.shape[2:]))
+    *earlier, table = layer_tables(pieces[: len(pieces) - is_live], keys.device)
     start = 0
-    for pieces in earlier:
-        table = piece_table(pieces, keys.device)
-        launch_decode(table, nothing_of(live), keys[:, start:], values[:, start:])
-        start += table.tokens
+    for one in earlier:
+        launch_decode(one, nothing_of(live), keys[:, start:], values[:, start:])
+        start += one.tokens
     rest = (keys[:, start:], values[:, start:]) if start else (keys, values)
-    launch_decode(piece_table(run, keys.device), live, *rest)
+    launch_decode(table, live, *rest)
 
 
 def nothing_of(live: RawBlock) -> RawBlock:
     """No tokens, in the shape of `live`: where only stored pieces are to be decoded."""
     return RawBlock(live.k[:, :0], live.v[:, :0])
-
-
-def on_device(piece: RawBlock | PackedSpan, device: torch.device) -> RawBlock | PackedSpan:
-    """The piece itself, or a copy when it is kept elsewhere."""
-    if isinstance(piece, RawBlock) or next(iter(piece.tensors.values())).device == device:
-        return piece
-    return piece.to(device)
 
 
 def launch_decode(

@@ -35,6 +35,8 @@ from .statistics import LARGEST_RANK, WIDEST, feedback_weights, leading_eigenvec
 MOST_CANDIDATES = 8
 # Rounding and ties make the two encoders differ by a tenth of a percent on long spans, by a few on very short ones.
 TOLERANCE = 1.25
+# What an instance of the method consists of.
+PARTS = tuple(field.name for field in fields(QuantWM))
 _checked: set[tuple] = set()
 
 
@@ -135,17 +137,26 @@ def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryS
     # By heads the moment must lie in rows; it does, unless the caller cut it from another tensor.
     if stats.own is not None:
         stats = QueryStats(stats.own.contiguous())
-    on_kernels = fused(method)
+    on_kernels = fused_for_call(method)
     kind = (k.device, k.dtype, k.shape[2:], method.settings)
-    if kind not in _checked:
+    if kind not in _checked and not torch.compiler.is_compiling():
         _check(on_kernels, method, k[:1], v[:1], stats, state)
         _checked.add(kind)
     return on_kernels.encode(k, v, stats, state)
 
 
-def fused(method: QuantWM) -> FusedQuantWM:
+def fused(method: QuantWM, kind: type[FusedQuantWM] = FusedQuantWM) -> FusedQuantWM:
     """The same method with its encoders on kernels."""
-    return FusedQuantWM(**{f.name: getattr(method, f.name) for f in fields(QuantWM)})
+    return kind(**{name: getattr(method, name) for name in PARTS})
+
+
+def fused_for_call(method: QuantWM) -> FusedQuantWM:
+    """The same, in stages that are operators while torch.compile traces the call."""
+    if torch.compiler.is_compiling():
+        from .operators import InGraph  # is built on this module
+
+        return fused(method, InGraph)
+    return fused(method)
 
 
 def _check(

@@ -78,6 +78,40 @@ def _moment_kernel(
 )
 def second_moment(queries: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
     """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`; added to `total` in place, if given."""
+    if torch.compiler.is_compiling():
+        if total is None:
+            return _moment_of(queries)
+        _add_moment(queries, total)
+        return total
+    return _second_moment(queries, total)
+
+
+@torch.library.custom_op("quantwm::second_moment", mutates_args=(), schema="(Tensor queries) -> Tensor")
+def _moment_of(queries):
+    """The launch as an operator that torch.compile does not look into."""
+    return _second_moment(queries, None)
+
+
+@_moment_of.register_fake
+def _(queries):
+    batch, _, heads, width = queries.shape
+    return queries.new_empty(batch, heads, width, width, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "quantwm::add_second_moment", mutates_args=("total",), schema="(Tensor queries, Tensor(a!) total) -> ()"
+)
+def _add_moment(queries, total):
+    """The same, added in place."""
+    _second_moment(queries, total)
+
+
+@_add_moment.register_fake
+def _(queries, total):
+    return None
+
+
+def _second_moment(queries: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
     batch, tokens, heads, width = queries.shape
     if queries.stride(-1) != 1:
         queries = queries.contiguous()

@@ -41,6 +41,8 @@ BITMAP = tl.constexpr(FIELDS.index("bitmap"))
 ROWS = tl.constexpr(FIELDS.index("rows"))
 ROW_COUNT = tl.constexpr(FIELDS.index("row_count"))
 ROWS_BEFORE = tl.constexpr(FIELDS.index("rows_before"))
+COS = tl.constexpr(FIELDS.index("cos"))
+SIN = tl.constexpr(FIELDS.index("sin"))
 
 # Operands of matrix products. The interpreter multiplies bfloat16 as the integers that it stores it in.
 OPERAND = tl.constexpr(tl.float32 if INTERPRETED else tl.bfloat16)
@@ -167,6 +169,20 @@ def small(byte, BITS: tl.constexpr, FIRST_BIT: tl.constexpr, G: tl.constexpr):
 def spread(per_group, T: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
     """`[T, G]` -> `[T, W]`: every channel gets its group's value."""
     return tl.reshape(tl.broadcast_to(per_group[:, :, None], (T, G, W // G)), (T, W))
+
+
+@triton.jit
+def turn(row, first, tokens, valid, keys, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
+    """RoPE of keys float32 `[T, W]` at `tokens`, counted from `first`; as they are where the piece has no angles."""
+    pair = tl.arange(0, W // 2)
+    cosines = tl.load(row + COS).to(tl.pointer_type(tl.float32)) + first * (D // 2)
+    sines = tl.load(row + SIN).to(tl.pointer_type(tl.float32)) + first * (D // 2)
+    mask = valid[:, None] & (pair < D // 2)[None, :] & (tl.load(row + COS) != 0)
+    offset = tokens[:, None] * (D // 2) + pair[None, :]
+    cos = tl.load(cosines + offset, mask=mask, other=1.0)
+    sin = tl.load(sines + offset, mask=mask, other=0.0)
+    a, b = tl.split(tl.reshape(keys, (T, W // 2, 2)))
+    return tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (T, W))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch
 from .accounting import build_record
 from .backends import Dispatcher, choose, device_facts, settings_facts
 from .budget import Budget
+from .compiling import uncompiled
 from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
@@ -83,7 +84,9 @@ class WorldCache:
         self, method: Method, metrics: Sequence[Callable[[], torch.Tensor] | None], device: torch.device | None
     ) -> list[LayerCache]:
         """Layers that pack together, one for each metric."""
-        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch)
+        # Beside a cache on the CPU packing ends with a copy there, for which the caller waits in any case.
+        beside = device if self.settings.cache_device == "gpu" else None
+        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside)
         rest = device, self.decode_watch, self.backend, packer
         return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
 
@@ -102,6 +105,7 @@ class WorldCache:
             groups.append(HeadGroup(heads, LayerCache(own, own_method, None, *rest)))
         return groups[0].cache if len(groups) == 1 else HeadGroups(groups)
 
+    @uncompiled
     def commit(self, layer: int) -> None:
         """Commit one layer's appended tokens, in the order of the layers.
 

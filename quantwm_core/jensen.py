@@ -85,7 +85,7 @@ def key_bias(queries: torch.Tensor, steps: KeySteps, exact: bool) -> torch.Tenso
     """b for every query and key, float `[N, T, S]`, from queries float `[N, T, D]`."""
     projected = steps.project(queries)
     if exact:
-        costs = _exact_costs(projected, steps)
+        costs = exact_costs(projected, steps)
     else:
         norms = _group_norms(projected, steps.group_size)
         costs = norms.unsqueeze(2) * steps.levels.square().unsqueeze(1) / (24 * queries.shape[-1])
@@ -178,7 +178,7 @@ def _group_norms(queries: torch.Tensor, group_size: int) -> torch.Tensor:
     return torch.nn.functional.pad(queries, (0, missing)).square().unflatten(-1, (-1, group_size)).sum(-1)
 
 
-def _exact_costs(projected: torch.Tensor, steps: KeySteps) -> torch.Tensor:
+def exact_costs(projected: torch.Tensor, steps: KeySteps) -> torch.Tensor:
     """Summed log(sinh a / a) of each channel group at each level, `[N, T, L, C]`."""
     levels = steps.levels.unsqueeze(1).unsqueeze(-1)
     missing = -projected.shape[-1] % steps.group_size

@@ -13,6 +13,7 @@ import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
+from .compiling import uncompiled
 from .entry import Entry, moved_piece, storages_of, tensors_of
 from .methods import LayerState, Method
 from .packing import Packer, pack_ready
@@ -156,6 +157,7 @@ class LayerCache:
         """What the method remembers between spans, for all layers that pack together."""
         return self.packer.state
 
+    @uncompiled
     def commit(self) -> None:
         """Make appended blocks history, and pack every block that no setting keeps in full precision."""
         self.make_history()
@@ -181,6 +183,7 @@ class LayerCache:
         """
         if not 0 <= tokens <= self.end:
             raise ValueError(f"rewind takes 0 to {self.end} tokens (all that the cache holds); got {tokens}.")
+        self.packer.join()
         self._take_observed()
         while tokens and self.pending:
             tokens = self._shorten(self.pending, tokens)
@@ -207,6 +210,7 @@ class LayerCache:
         stop = start + tokens
         if not 0 <= start <= stop <= self.committed:
             raise ValueError(f"evict takes tokens of the {self.committed} in reach; got those from {start} to {stop}.")
+        self.packer.join()
         blocks, kept, begin = self.blocks, [], 0
         for entry in self.entries:
             end = begin + entry.stored.tokens
@@ -222,6 +226,7 @@ class LayerCache:
 
         A span of several blocks leaves when all of them are to leave.
         """
+        self.packer.join()
         self._leaving.update(blocks)
         out = [entry for entry in self.entries if self._leaving.issuperset(entry.numbers)]
         if not out:
@@ -315,6 +320,8 @@ class LayerCache:
 
     def bank_bytes(self) -> int:
         """Bytes of what only the bank refers to: neither within reach nor shared with what is."""
+        if not self.bank:
+            return 0
         pieces = [*self.recalled.values(), *(entry.stored for entry in self.entries)]
         seen: set[int] = set()
         storage_bytes([*self.state.tensors(), *(t for piece in pieces for t in tensors_of(piece))], seen)
@@ -332,7 +339,8 @@ class LayerCache:
         return total
 
     def _history(self) -> list[RawBlock | PackedSpan]:
-        """Pieces within reach."""
+        """Pieces within reach, for reading."""
+        self.packer.join()
         return [*self.recalled.values(), *(entry.stored for entry in self.entries), *self.pending]
 
     def _fetched_history(self) -> list[RawBlock | PackedSpan]:
@@ -392,6 +400,7 @@ class LayerCache:
 
     def decoded(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` of the entry `index`, on the device where the cache is read."""
+        self.packer.join()
         return self._gather([self.entries[index].stored])
 
     def as_block(self, index: int) -> RawBlock:

@@ -7,7 +7,7 @@ becomes history in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from .prefetch import moved
 from .query_stats import QueryStats
 from .rotation import joined_rotation
 from .settings import CacheSettings
+from .side_stream import SideStream
 from .span import PackedSpan, RawBlock
 from .stopwatch import Stopwatch
 
@@ -45,6 +46,7 @@ class Packer:
 
     Args:
         metrics: for each layer, a function giving the Gram matrix `[H, D, D]` of the output projection, or None.
+        beside: packs on a stream of its own; whoever reads spans then calls `join` first.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Packer:
         metrics: Sequence[Callable[[], torch.Tensor] | None],
         backend: Dispatcher,
         watch: Stopwatch,
+        beside: torch.device | None = None,
     ) -> None:
         self.settings = settings
         self.method = method
@@ -61,6 +64,7 @@ class Packer:
         self._metrics = metrics
         self._backend = backend
         self._watch = watch
+        self._side = SideStream(beside)
         self.state = LayerState()
         # Whether blocks come with queries that were asked before them, and so are earlier ones already.
         self.prefilled = False
@@ -68,6 +72,10 @@ class Packer:
     def forget(self) -> None:
         """Start anew, as before the first span."""
         self.state = LayerState()
+
+    def join(self) -> None:
+        """Spans that have been packed may be read from here on."""
+        self._side.join()
 
     def pack(
         self, blocks: Sequence[Sequence[RawBlock]], width: tuple[int, int] | None = None, again: bool = False
@@ -80,12 +88,13 @@ class Packer:
         """
         settings = self.settings.in_width(width or self.settings.widths[-1])
         method = self.method if settings is self.settings else replace(self.method, settings=settings)
-        with self._watch:
+        with self._side.work(_inputs(blocks)), self._watch:
             k = _joined([[block.k for block in own] for own in blocks])
             v = _joined([[block.v for block in own] for own in blocks])
             batch = k.shape[0] // self.layers
             if None not in self._metrics:
-                self.state.value_metric = partial(_joined_metrics, self._metrics, batch)
+                metric = partial(_joined_metrics, self._metrics, batch)
+                self.state.value_metric = partial(self._side.on_callers, metric)
             # Layers of a group hold the same tokens, so one rotation serves all of them.
             rotation = joined_rotation([block.rotation for block in blocks[0]])
             own = _moments(blocks)
@@ -173,6 +182,15 @@ def repack(layers: Sequence[LayerCache], index: int, width: tuple[int, int]) -> 
     blocks = [[layer.as_block(index)] for layer in layers]
     for layer, span in zip(layers, layers[0].packer.pack(blocks, width, again=True), strict=True):
         layer.exchange(index, span)
+
+
+def _inputs(blocks: Sequence[Sequence[RawBlock]]) -> Iterator[torch.Tensor]:
+    """All tensors that packing reads, except for the method's own."""
+    for block in (block for own in blocks for block in own):
+        yield from (block.k, block.v)
+        if block.moment is not None:
+            yield block.moment
+    yield from (t for block in blocks[0] if block.rotation is not None for t in block.rotation.tensors)
 
 
 def _joined_metrics(metrics: Sequence[Callable[[], torch.Tensor]], batch: int) -> torch.Tensor:

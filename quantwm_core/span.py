@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -71,6 +72,12 @@ class PackedSpan:
     @property
     def batch(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
+
+    @cached_property
+    def format(self) -> tuple:
+        """What a reader has to know of it: method, bits of keys and values, group size, rank, keys before RoPE."""
+        turned = self.rotation is not None
+        return self.method, self.key_bits, self.value_bits, self.group_size, self.rank, turned
 
     def by_head(self) -> dict[str, torch.Tensor]:
         """Tensors `[B * H, ...]`, as codecs take them; what was not packed stays `[B, S, H, D]`."""

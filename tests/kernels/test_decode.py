@@ -166,3 +166,25 @@ def test_runs_of_one_format(pack, make_layer):
     pieces = [entry.stored for entry in layer.entries]
     assert pack.tables.format_runs(pieces) == [pieces]
     assert pack.tables.format_runs(pieces[:1]) == [pieces[:1]] and pack.tables.format_runs([]) == []
+
+
+@pytest.mark.parametrize("head_dim", [48, 80, 128])
+@pytest.mark.parametrize("method", ["quantwm", "quantwm-paper", "rtn"])
+def test_keys_that_come_before_rope(pack, make_layer, method, head_dim):
+    layer = make_layer([20, 33, pack.tables.CHUNK + 9], heads=1, head_dim=head_dim, method=method, rotated=True)
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (4, 8), (16, 2)], ids=str)
+def test_keys_before_and_after_rope_in_one_table(pack, make_layer, bits):
+    """Also blocks in full precision, the last one too: it is no live block, whose keys are turned already."""
+    shape = {"batch": 2, "key_bits": bits[0], "value_bits": bits[1], "keep_recent_blocks": 1, "dtype": torch.float16}
+    layer = make_layer([18, 35, 21], rotated=True, **shape)
+    layer.entries[1:1] = make_layer([19, 22], **shape).entries
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+    pieces = [entry.stored for entry in layer.entries]
+    expected, actual = torch.full((2, 2, 2, 115, 2, 64), float("nan"), dtype=torch.float16, device=pieces[-1].k.device)
+    pack.operations.decode_layer(layer.method, pieces, *expected)
+    pack.decode.decode_layer(layer.method, pieces, *actual)
+    assert_within_one_ulp(actual, expected)
+    assert not torch.equal(actual[0, :, -21:], pieces[-1].k)

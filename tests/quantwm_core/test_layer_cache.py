@@ -285,3 +285,15 @@ def test_evict_takes_only_what_is_there():
         layer.evict(5, 8)
     layer.evict(0, 12)
     assert (layer.committed, layer.blocks, layer.entries) == (0, 1, [])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_that_computes_nonsense_does_not_end_the_run(method):
+    layer = layer_cache(method=method)
+    for seed in range(2):
+        q, k, v = (normal(1, 160, 2, 32, seed=3 * seed + i) for i in range(3))
+        q[:, :5], k[:, 3] = torch.nan, torch.inf
+        layer.append(k, v, q)
+        layer.commit()
+    keys, values = layer.read()
+    assert keys.shape == values.shape == (1, 320, 2, 32) and layer.usage()["codes"] > 0
