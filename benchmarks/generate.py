@@ -9,7 +9,7 @@ frames by 20, guided, 4 steps; `block` is what is made). Rows of one block size 
 
     native           the host alone
     native, cudnn    the host alone with torch's attention limited to cuDNN, the most that a faster attention can bring
-    off              this pack attached, method off; "offloaded": the cache on the CPU, each layer copied when it attends
+    off              this pack attached, method off; "offloaded": its cache on the CPU, a layer copied when it attends
     quantwm          backend auto; "host attention" keeps the attention that native uses; "torch" has no kernels at all
     others           the same backend auto
 
