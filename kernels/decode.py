@@ -109,6 +109,9 @@ def decode_keys_chunk(
             side, ahead, more, ids, D, W, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, 0, ALIGNED
         )
         ids = fetch_ids(side, ahead + T, ahead + T < count, BOOK)
+        if RANK and not SPARSE:
+            # Before the arithmetic: the loop's end waits for what was read in it.
+            next_rows, next_unit = fetch_rows(correction, ahead, more, RANK, R, MIDRISE, ALIGNED)
         value = finish_side(side, code, scale, zero, centroid, one, W, T, BITS, GROUP, MIDRISE, BOOK, 0)
         if ROTATED:
             value = turn(row, first, local, valid, value, D, W, T)
@@ -121,7 +124,6 @@ def decode_keys_chunk(
                 before += tl.sum(kept, 0)
                 value += correct(correction, rows, unit, one, T, R, MIDRISE)
             else:
-                next_rows, next_unit = fetch_rows(correction, ahead, more, RANK, R, MIDRISE, ALIGNED)
                 value += correct(correction, rows, unit, one, T, R, MIDRISE)
                 rows, unit = next_rows, next_unit
         store_tile(target, target_stride, local, valid, value, D, W)

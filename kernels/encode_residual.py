@@ -30,6 +30,7 @@ from .encode_tiles import (
     round_even,
     to_operand,
 )
+from .launching import launch
 from .sizes import ceil_div, next_power
 
 TILE = 64
@@ -259,12 +260,15 @@ def encode_residual(
     raw = new(n, tokens, rank, dtype=torch.float32)
     raw_peaks = new(n, tiles, dtype=torch.float32)
     unused = match.peaks
-    _residual_kernel[(n, tiles)](
+    arguments = (
         x, book.codes, book.grid, match.ids, match.wanted, match.peaks,
         _factors(scale_bits, per_octave, x.device),
         unused if feedback is None else feedback.contiguous(), unused if basis is None else basis.contiguous(),
         codes.view(torch.int32), scales, top, raw, raw_peaks,
         tokens, match.peaks.shape[-1], heads, count, 1 if feedback is None else feedback.shape[0], *x.stride()[:3],
+    )  # fmt: skip
+    launch(
+        _residual_kernel, (n, tiles), arguments,
         D=width, W=next_power(width), T=TILE, BITS=bits,
         GROUP=group_size, GROUPS=groups, GP=max(2, next_power(groups)),
         SCALE_BITS=scale_bits, PER_OCTAVE=per_octave,
@@ -287,9 +291,10 @@ def encode_coefficients(raw: torch.Tensor, peaks: torch.Tensor) -> dict[str, tor
     packed = raw.new_empty(n, tokens, packed_width(rank, 4), dtype=torch.uint8)
     scales = raw.new_empty(n, tokens, dtype=torch.uint8)
     factor = raw.new_empty(n, dtype=torch.bfloat16)
-    _coefficient_kernel[(n, ceil_div(tokens, TILE))](
-        raw, peaks, _factors(ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE, raw.device), packed, scales, factor,
-        tokens, peaks.shape[-1],
+    factors = _factors(ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE, raw.device)
+    launch(
+        _coefficient_kernel, (n, ceil_div(tokens, TILE)),
+        (raw, peaks, factors, packed, scales, factor, tokens, peaks.shape[-1]),
         RANK=rank, RP=max(2, next_power(rank)), T=TILE,
         SCALE_BITS=ROW_SCALE_BITS, PER_OCTAVE=ROW_SCALE_PER_OCTAVE, enable_fp_fusion=False,
     )  # fmt: skip

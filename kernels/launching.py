@@ -15,8 +15,9 @@ import triton
 _compiled: dict[tuple, tuple[Any, tuple]] = {}
 
 
-def launch(kernel, grid: tuple[int, int, int], arguments: tuple, **constants) -> None:
+def launch(kernel, grid: tuple[int, ...], arguments: tuple, **constants) -> None:
     """`kernel[grid](*arguments, **constants)`; `arguments` are all that are neither constants nor options, in order."""
+    grid = (*grid, 1, 1)[:3]
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     kinds = tuple([_whole(a) if a.__class__ is int else _kind(a) for a in arguments])
     key = kernel.__name__, device, tuple(constants.items()), kinds

@@ -234,8 +234,8 @@ def leading_eigenvectors(moment: torch.Tensor, rank: int) -> torch.Tensor:
     basis = moment.new_empty(n, width, rank, dtype=torch.bfloat16)
     padded = max(16, next_power(rank))
     side = max(32, next_power(width))
-    _basis_kernel[(n,)](
-        moment.contiguous(), basis,
+    launch(
+        _basis_kernel, (n,), (moment.contiguous(), basis),
         D=width, W=side, RANK=rank, RP=padded, R=min(2 * padded, side), STEPS=POWER_STEPS, **BASIS_LAUNCH,
     )  # fmt: skip
     return basis
@@ -309,8 +309,8 @@ def feedback_weights(metric: torch.Tensor, basis: torch.Tensor | None = None) ->
     weights = metric.new_empty(n, width, width, dtype=torch.bfloat16)
     rank = 0 if basis is None else basis.shape[-1]
     metric, side = metric.contiguous(), max(16, next_power(width))
-    _feedback_kernel[(n,)](
-        metric, metric if basis is None else basis.contiguous(), weights, DAMPING,
+    launch(
+        _feedback_kernel, (n,), (metric, metric if basis is None else basis.contiguous(), weights, DAMPING),
         D=width, W=side, RANK=rank, RP=max(16, next_power(rank)),
         # With eight warps Triton 3.6 gives a program that reads out of bounds where the head is 64 channels wide.
         num_warps=8 if side == WIDEST else 4, num_stages=1,
