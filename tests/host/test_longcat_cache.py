@@ -222,3 +222,29 @@ def test_other_samplers_run(host, model):
             seed=0,
         )
     assert out.isfinite().all()
+
+
+def test_a_budget_in_gigabytes(host, model):
+    """Room for all in 8 bits leaves them there; hardly any takes the fewest."""
+    bits = []
+    for budget in (1.0, 1e-6):
+        clone, handle = patched(host, model, budget_gb=budget)
+        assert run(clone, GUIDED).isfinite().all()
+        bits.append(handle.record["blocks_by_bits"])
+    assert bits == [{"8/8": 1}, {"2/2": 1}]
+
+
+def test_plan_and_room(host, model):
+    """What Memory Planner asks of a model: its cache in bytes of BF16, and the room beside it."""
+    world = host.world_models.world_of(model, 832, 480)
+    assert (world.frame_tokens, world.frames_per_latent) == (1560, 4)
+    assert world.geometry.bytes_bf16(1) == 4 * case.MODEL["depth"] * case.MODEL["hidden_size"]
+    assert host.world_models.room_for_cache(model, 64, 64, 5) > 0
+
+
+def test_a_probe_compares_true_and_packed_keys(host, model):
+    probes = importlib.import_module("quantwm_pack.quantwm_core.probe")
+    probe = probes.LogitProbe(teacher_forced=True)
+    settings = host.quantwm_core.CacheSettings()
+    clone, _ = host.world_models.attach(model, settings, probe=probe)
+    torch.testing.assert_close(run(clone, GUIDED), run(model, GUIDED), rtol=1e-4, atol=1e-4)

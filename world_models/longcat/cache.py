@@ -92,18 +92,16 @@ class PackedCache:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        batch = self.cache.geometry.batch
-        parts = zip(*(t.split(batch) for t in (q, k, v)))
-        return torch.cat([self._attend_one(layer, *part, attention) for part in parts])
-
-    def _attend_one(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        held = self.cache.layers[layer]
-        out = held.attend(q, k, v, attention)
-        if self._probe is not None:
-            out = self._probe.attend(layer, q, held.read(k, v)[0], (k, v), attention, out)
-        return out
+        batch, held = self.cache.geometry.batch, self.cache.layers[layer]
+        prompts = list(zip(*(t.split(batch) for t in (q, k, v))))
+        out = held.attend_each(prompts, attention)
+        if self._probe is None:
+            return out
+        probed = [
+            self._probe.attend(layer, q, held.read(k, v)[0], (k, v), attention, part)
+            for (q, k, v), part in zip(prompts, out.split(batch))
+        ]
+        return torch.cat(probed)
 
 
 def parts_of(cache: WorldCache) -> list[LayerCache]:
