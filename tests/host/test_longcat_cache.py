@@ -248,3 +248,33 @@ def test_a_probe_compares_true_and_packed_keys(host, model):
     settings = host.quantwm_core.CacheSettings()
     clone, _ = host.world_models.attach(model, settings, probe=probe)
     torch.testing.assert_close(run(clone, GUIDED), run(model, GUIDED), rtol=1e-4, atol=1e-4)
+
+
+def test_the_hosts_shift_node(host, model):
+    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+    (shifted,) = ModelSamplingSD3().patch(model, 7.0)
+    assert shifted.get_model_object("model_sampling").shift == 7.0
+    scheduler = importlib.import_module("quantwm_pack.nodes.longcat_scheduler").QuantWMLongCatScheduler
+    longcat = importlib.import_module("quantwm_pack.world_models.longcat")
+    assert torch.equal(scheduler.execute(shifted, "standard", 0).args[0], longcat.sigmas(50, 7.0))
+    assert torch.equal(scheduler.execute(model, "distilled", 0).args[0], longcat.distilled_sigmas(16, 12.0))
+    assert len(scheduler.execute(model, "fine ending", 0).args[0]) == 57
+
+
+def test_exact_budget_at_the_real_geometry(host):
+    """One head of 19 latent frames at 480p, scaled to 48 layers of 32: the published 21.709 to 3.625 GiB, and ours."""
+    caches = importlib.import_module("quantwm_pack.world_models.longcat.cache")
+    positions = importlib.import_module("quantwm_pack.world_models.longcat.positions").positions
+    core, scale = host.quantwm_core, 48 * 32 / 2**30
+    k, v = torch.randn(2, 1, 19 * 1560, 1, 128, generator=torch.Generator().manual_seed(0)).bfloat16().unbind(0)
+    asking = torch.randn(1, 512, 1, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    packed = {}
+    for settings in (core.CacheSettings("quantwm-paper", centroids=256, rank=8), core.CacheSettings()):
+        cache = caches.PackedCache(core.WorldCache(settings, core.CacheGeometry(1, 1, 128)))
+        cache.begin(19, positions(128, (0, 19, 30, 52), torch.device("cpu")))
+        cache.store(0, k, v, asking)
+        record = cache.cache.record()
+        assert round(record["bytes_bf16"] * scale, 3) == 21.709
+        packed[settings.method] = round(record["bytes_packed"] * scale, 3)
+    assert packed["quantwm-paper"] == 3.625 and packed["quantwm"] < 3.4

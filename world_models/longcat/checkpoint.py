@@ -2,7 +2,8 @@
 
 Two layouts are published: the official one (`dit/` of meituan-longcat/LongCat-Video, in shards, with joined projections
 `blocks.N.attn.qkv` and `blocks.N.cross_attn.kv_linear`), and a repack under Wan's names with single projections
-(Kijai/LongCat-Video_comfy; names as ComfyUI-WanVideoWrapper's modules have them). The network has the latter.
+(Kijai/LongCat-Video_comfy; names as in ComfyUI-WanVideoWrapper, the file itself was not inspected). The
+network has the latter.
 """
 
 from __future__ import annotations

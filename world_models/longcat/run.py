@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,6 +85,15 @@ class Runs:
         return executor(model, noise_shape, conds, model_options=model_options, **kwargs)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """The layers that compute on a device."""
+
+    blocks: Any
+    device: torch.device
+    dtype: torch.dtype
+
+
 class LongCatRun:
     """State between the start and the end of one sampling run.
 
@@ -107,22 +117,18 @@ class LongCatRun:
         # What an earlier run left must not pass for this one's.
         handle.record = None
         handle.history.clear()
-        self.device: torch.device | None = None
         self.dtype = model.get_dtype_inference()
         self._on_block = on_block
         self._method = method
         self._probe = probe
-        self._cache: PlainCache | PackedCache | None = None
+        # One on each device: the host may give prompts to several.
+        self._caches: dict[torch.device, PlainCache | PackedCache] = {}
         self._tokens = 0
         self._batch = 1
 
-    @property
-    def blocks(self):
-        return self.model.diffusion_model.blocks
-
     def geometry(self, batch: int) -> CacheGeometry:
         network = self.model.diffusion_model
-        return CacheGeometry(len(self.blocks), network.num_heads, network.head_dim, batch)
+        return CacheGeometry(network.num_layers, network.num_heads, network.head_dim, batch)
 
     def shape_with_cache(self, noise_shape: list[int]) -> list[int]:
         """The latent shape that the host would estimate at its own need plus the cache's: more frames."""
@@ -145,42 +151,46 @@ class LongCatRun:
         Raises:
             ValueError: when a later forward has other given frames than the first.
         """
-        if self._cache is not None:
-            if self._cache.frames != given.shape[2]:
+        held = self._caches.get(given.device)
+        if held is not None:
+            if held.frames != given.shape[2]:
                 raise ValueError(
                     f"all prompts of a run continue the same frames; this one gives {given.shape[2]} latent frames and "
-                    f"an earlier one {self._cache.frames}. Connect one LongCat Conditioning to all of them."
+                    f"an earlier one {held.frames}. Connect one LongCat Conditioning to all of them."
                 )
-            return self._cache
+            return held
         given = given[: max(1, len(given) // max(1, len(options.get("cond_or_uncond", (0,)))))]
         # Several videos from one start need its keys and values once.
         if len(given) > 1 and bool((given == given[:1]).all()):
             given = given[:1]
-        cache = self._cache = self._open(given)
+        cache = self._caches[given.device] = self._open(network, given)
         network.prefill(given, cache, options, self._rehearsal(cache, noisy, given, text))
         return cache
 
     def finish(self) -> None:
         """Write the record, if anything was cached, and drop the cache."""
-        cache, self._cache = self._cache, None
-        if isinstance(cache, PackedCache):
-            if cache.cache.layers[-1].tokens:
-                self.handle.record = cache.cache.record()
-            cache.cache.release()
-        elif cache is not None and len(cache.held) == len(self.blocks):
+        caches, self._caches = list(self._caches.values()), {}
+        packed = [cache.cache for cache in caches if isinstance(cache, PackedCache)]
+        cache = next(iter(caches), None)
+        if packed and packed[0].layers[-1].tokens:
+            self.handle.record = packed[0].record()
+        elif isinstance(cache, PlainCache) and len(cache.held) == self.geometry(1).layers:
             resident = sum(t.untyped_storage().nbytes() for pair in cache.held for t in pair)
             self.handle.record = native_record(self.settings, self.geometry(self._batch), self._tokens, resident)
-        elif self.settings.compresses:
+        elif cache is None and self.settings.compresses:
             logger.warning("QuantWM: this run was given no frames to continue, so nothing was cached or packed.")
+        for each in packed:
+            each.release()
 
-    def _open(self, given: torch.Tensor) -> PlainCache | PackedCache:
-        self.device, self._batch = given.device, given.shape[0]
+    def _open(self, network: LongCatModel, given: torch.Tensor) -> PlainCache | PackedCache:
+        self._batch = given.shape[0]
         self._tokens = given.shape[2] * self._plane(*given.shape[3:])
         if not self.settings.compresses:
             return PlainCache(on_cpu=self.settings.cache_device == "cpu")
-        metrics = [OutputMetric(self, layer) for layer in range(len(self.blocks))]
+        place = _Place(network.blocks, given.device, self.dtype)
+        metrics = [OutputMetric(place, layer) for layer in range(network.num_layers)]
         cache = WorldCache(
-            self.settings, self.geometry(self._batch), self.device, metrics, self._method, self._block_committed
+            self.settings, self.geometry(self._batch), given.device, metrics, self._method, self._block_committed
         )
         return PackedCache(cache, self._probe)
 
