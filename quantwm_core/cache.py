@@ -18,7 +18,7 @@ from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
 from .overrides import check_overrides, head_groups
-from .packing import Packer, layers_together, pack_ready
+from .packing import TYPICAL_BLOCK, Packer, layers_together, pack_ready
 from .settings import CacheSettings
 from .stopwatch import Stopwatch
 
@@ -44,6 +44,9 @@ class WorldCache:
         value_metrics: per layer, a function giving the Gram matrix `[H, D, D]` of the output projection.
         method: overrides the one that `settings` name (ablations).
         on_block: called with a history entry after the last layer has committed a block.
+        prefill_tokens: tokens of a cache that one forward fills, layer by layer; 0 where it grows by blocks. Its layers
+            pack on the caller's stream, for beside it all of them would wait in full precision, and the queries that
+            come with them count as asked before.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class WorldCache:
         value_metrics: Sequence[Callable[[], torch.Tensor]] | None = None,
         method: Method | None = None,
         on_block: Callable[[dict], None] | None = None,
+        prefill_tokens: int = 0,
     ) -> None:
         self.settings = settings
         self.geometry = geometry
@@ -63,12 +67,14 @@ class WorldCache:
         check_overrides(settings.overrides, geometry.layers, geometry.heads)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
+        self._prefilled = prefill_tokens > 0
         self._together = 1
         self.layers: list[LayerCache | HeadGroups] = []
         if settings.overrides:
             self.layers += [self._mixed_layer(index, method, metric, device) for index, metric in enumerate(metrics)]
         else:
-            self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers)
+            per_token = geometry.bytes_bf16(1) // geometry.layers
+            self._together = layers_together(geometry.layers, per_token, prefill_tokens or TYPICAL_BLOCK)
             for first in range(0, geometry.layers, self._together):
                 self.layers += self._group(method, metrics[first : first + self._together], device)
         if settings.cache_device == "cpu" and device is not None and device.type == "cuda":
@@ -85,8 +91,8 @@ class WorldCache:
     ) -> list[LayerCache]:
         """Layers that pack together, one for each metric."""
         # Beside a cache on the CPU packing ends with a copy there, for which the caller waits in any case.
-        beside = device if self.settings.cache_device == "gpu" else None
-        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside)
+        beside = device if self.settings.cache_device == "gpu" and not self._prefilled else None
+        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside, self._prefilled)
         rest = device, self.decode_watch, self.backend, packer
         return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
 
@@ -100,7 +106,7 @@ class WorldCache:
             own = replace(s, key_bits=bits[0], value_bits=bits[1], bit_overrides="")
             part = None if metric is None else partial(_metric_of, metric, heads)
             own_method = replace(method, settings=own)
-            packer = Packer(own, own_method, [part], self.backend, self.encode_watch)
+            packer = Packer(own, own_method, [part], self.backend, self.encode_watch, prefilled=self._prefilled)
             rest = device, self.decode_watch, self.backend, packer
             groups.append(HeadGroup(heads, LayerCache(own, own_method, None, *rest)))
         return groups[0].cache if len(groups) == 1 else HeadGroups(groups)

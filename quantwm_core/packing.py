@@ -34,9 +34,9 @@ GROUP_BYTES = 192 << 20
 TYPICAL_BLOCK = 4680
 
 
-def layers_together(layers: int, bytes_per_token: int) -> int:
+def layers_together(layers: int, bytes_per_token: int, block_tokens: int = TYPICAL_BLOCK) -> int:
     """How many of `layers` to pack at once, for keys and values of `bytes_per_token` in each: groups of like size."""
-    most = max(1, GROUP_BYTES // (TYPICAL_BLOCK * bytes_per_token))
+    most = max(1, GROUP_BYTES // (block_tokens * bytes_per_token))
     groups = -(-layers // most)
     return -(-layers // groups)
 
@@ -47,6 +47,7 @@ class Packer:
     Args:
         metrics: for each layer, a function giving the Gram matrix `[H, D, D]` of the output projection, or None.
         beside: packs on a stream of its own; whoever reads spans then calls `join` first.
+        prefilled: blocks come with queries that were asked before them, and so are earlier ones already.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Packer:
         backend: Dispatcher,
         watch: Stopwatch,
         beside: torch.device | None = None,
+        prefilled: bool = False,
     ) -> None:
         self.settings = settings
         self.method = method
@@ -65,9 +67,8 @@ class Packer:
         self._backend = backend
         self._watch = watch
         self._side = SideStream(beside)
+        self._prefilled = prefilled
         self.state = LayerState()
-        # Whether blocks come with queries that were asked before them, and so are earlier ones already.
-        self.prefilled = False
 
     def forget(self) -> None:
         """Start anew, as before the first span."""
@@ -98,14 +99,14 @@ class Packer:
             # Layers of a group hold the same tokens, so one rotation serves all of them.
             rotation = joined_rotation([block.rotation for block in blocks[0]])
             own = _moments(blocks)
-            stats = QueryStats(own, own if self.prefilled else self.state.earlier.moment, rotation)
+            stats = QueryStats(own, own if self._prefilled else self.state.earlier.moment, rotation)
             tokens = self.state.tokens
             facts = call_facts(settings, k, rotation is not None)
             span = self._backend.run("encode_span", facts, method, k, v, stats, self.state)
             if again:
                 self.state.tokens = tokens
-            elif self.method.uses_earlier_queries and own is not None and not self.prefilled:
-                self.state.earlier.add(stats.own, k.shape[1])
+            elif self.method.uses_earlier_queries and own is not None and not self._prefilled:
+                self.state.earlier.add(own, k.shape[1])
         if self.settings.cache_device == "cpu":
             span = self._offload(span)
         if self.layers == 1:

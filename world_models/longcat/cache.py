@@ -53,19 +53,25 @@ class PlainCache:
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, asking: torch.Tensor) -> None:
         pair = (apply_rope1(k, self._freqs), v)
-        self.held.append(tuple(t.cpu() if self._on_cpu else t.contiguous().clone() for t in pair))
+        self.held.append(tuple(t.cpu() if self._on_cpu else t.contiguous() for t in pair))
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        keys, values = (t.to(q.device) for t in self.held[layer])
-        prompts = q.shape[0] // keys.shape[0]
-        keys, values = (t.repeat(prompts, 1, 1, 1) for t in (keys, values))
-        return attention(q, torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1))
+        held = [t.to(q.device) for t in self.held[layer]]
+        prompts = q.shape[0] // len(held[0])
+        # A view where there is one video: joining copies it anyway.
+        held = [t.expand(prompts, -1, -1, -1) if len(t) == 1 else t.repeat(prompts, 1, 1, 1) for t in held]
+        keys, values = (torch.cat((given, live), dim=1) for given, live in zip(held, (k, v)))
+        return attention(q, keys, values)
 
 
 class PackedCache:
-    """In few bits: each layer packs as soon as it has computed its keys and values, and the rehearsal has asked."""
+    """In few bits: each layer packs as soon as it has computed its keys and values, and the rehearsal has asked.
+
+    Args:
+        cache: a prefilled one.
+    """
 
     def __init__(self, cache: WorldCache, probe: LogitProbe | None = None) -> None:
         self.frames = 0
@@ -73,8 +79,6 @@ class PackedCache:
         self._probe = probe
         self._freqs: torch.Tensor | None = None
         self._rotation: Rotation | None = None
-        for part in parts_of(cache):
-            part.packer.prefilled = True
 
     def begin(self, frames: int, freqs: torch.Tensor) -> None:
         self.frames, self._freqs = frames, freqs

@@ -134,7 +134,9 @@ class LongCatRun:
         """The latent shape that the host would estimate at its own need plus the cache's: more frames."""
         geometry, tokens = self.geometry(noise_shape[0]), self.frames * self._plane(*noise_shape[3:])
         if self.settings.compresses:
-            planned = estimate_bytes(self.settings, geometry, tokens)
+            # While a layer is packed, its keys and values exist in float32 and their rounded forms beside them.
+            encoding = 4 * geometry.bytes_bf16(tokens) // geometry.layers
+            planned = estimate_bytes(self.settings, geometry, tokens) + encoding
         else:
             planned = geometry.bytes_bf16(tokens) * self.dtype.itemsize // 2
             if self.settings.cache_device == "cpu":
@@ -190,7 +192,13 @@ class LongCatRun:
         place = _Place(network.blocks, given.device, self.dtype)
         metrics = [OutputMetric(place, layer) for layer in range(network.num_layers)]
         cache = WorldCache(
-            self.settings, self.geometry(self._batch), given.device, metrics, self._method, self._block_committed
+            self.settings,
+            self.geometry(self._batch),
+            given.device,
+            metrics,
+            self._method,
+            self._block_committed,
+            prefill_tokens=self._tokens,
         )
         return PackedCache(cache, self._probe)
 
