@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from comfy.ldm.flux.math import apply_rope1
+from comfy.ldm.flux.math import apply_rope
 from comfy.ldm.modules.attention import optimized_attention
 
 from ...quantwm_core import CacheGeometry, CacheHandle, CacheSettings, LayerCache, WorldCache
@@ -209,8 +209,10 @@ class PackedLayer:
                 "Use World Sampler or Sampler AR Video, or set method to off."
             )
         batch, tokens, heads, width = *x.shape[:2], module.num_heads, module.head_dim
-        q = apply_rope1(module.norm_q(module.q(x)).view(batch, tokens, heads, width), freqs)
-        k = apply_rope1(module.norm_k(module.k(x)).view(batch, tokens, heads, width), freqs)
+        q = module.norm_q(module.q(x)).view(batch, tokens, heads, width)
+        k = module.norm_k(module.k(x)).view(batch, tokens, heads, width)
+        # One call for both: on short blocks the caller is the limit, and this is its most expensive call.
+        q, k = apply_rope(q, k, freqs)
         v = module.v(x).view(batch, tokens, heads, width)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
