@@ -18,6 +18,7 @@ from ..quantwm_core.codec.groups import group_count
 from ..quantwm_core.methods import Method
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .decode import FLOAT_ONE, format_constants
+from .rows import turn
 from .sizes import ceil_div
 from .tables import PieceTable
 from .tiles import (
@@ -37,7 +38,6 @@ from .tiles import (
     open_correction,
     open_side,
     small,
-    turn,
 )
 
 LOG2_E = math.log2(math.e)
@@ -285,7 +285,7 @@ def _(rows, tiles, queries, k, v, costs, numbers):
 
 
 def _launch(rows, tiles, queries, k, v, costs, numbers):
-    jensen_form, aligned, *form = numbers
+    jensen_form, aligned, *form, _ = numbers
     batch, count, heads, head_dim = queries.shape
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     constants = dict(format_constants(tuple(form), head_dim, bool(aligned)))

@@ -13,7 +13,9 @@ from triton.runtime.errors import TritonError
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
+from .decode_rivals import launch_rival
 from .launching import launch
+from .rows import copy_chunk, store_tile, turn, turn_chunk
 from .sizes import ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, layer_tables
 from .tiles import (
@@ -34,7 +36,6 @@ from .tiles import (
     finish_side,
     open_correction,
     open_side,
-    turn,
 )
 
 # What the kernels have been written and tested for; every kernel that reads spans shares it.
@@ -42,38 +43,14 @@ READABLE = {
     "device": OneOf(("cuda",)),
     "capability": Between((8, 0)),
     "dtype": OneOf((torch.bfloat16, torch.float16, torch.float32)),
-    "method": OneOf(("quantwm", "quantwm-paper", "rtn")),
+    "method": OneOf(("quantwm", "quantwm-paper", "rtn", "kivi", "qvg", "qvg-pro")),
     "head_dim": Between(16, 256),
 }
+# A larger Hadamard matrix does not fit a program's shared memory.
+ROTATED_BACK = READABLE | {"method": OneOf(("quarot",)), "head_dim": Between(16, 128)}
 # Bit pattern of 1.0; see tiles.lane.
 FLOAT_ONE = 0x3F800000
 FAILURES = (TritonError, RuntimeError)
-
-
-@triton.jit
-def copy_chunk(source, source_stride, target, target_stride, count, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
-    """Copy `count` rows of D channels."""
-    column = tl.arange(0, W)
-    for first in range(0, count, T):
-        token = first + tl.arange(0, T)
-        mask = (token < count)[:, None] & (column < D)[None, :]
-        x = tl.load(source + token[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
-        tl.store(target + token[:, None] * target_stride + column[None, :], x, mask=mask)
-
-
-@triton.jit
-def turn_chunk(
-    row, first, source, source_stride, target, target_stride, count, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr
-):
-    """Copy `count` rows of D channels, from token `first` of a piece on, with RoPE."""
-    column = tl.arange(0, W)
-    for start in range(0, count, T):
-        token = start + tl.arange(0, T)
-        valid = token < count
-        mask = valid[:, None] & (column < D)[None, :]
-        x = tl.load(source + token[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
-        turned = turn(row, first, token, valid, x.to(tl.float32), D, W, T)
-        store_tile(target, target_stride, token, valid, turned, D, W)
 
 
 @triton.jit
@@ -143,16 +120,6 @@ def kept_rows(bitmap, local, valid, sparse):
     """1 for tokens that have a row, int32 `[T]`; all have one where rows are dense."""
     byte = tl.load(bitmap + local // 8, mask=valid & sparse, other=255).to(tl.int32)
     return ((byte >> (local % 8)) & 1) & valid.to(tl.int32)
-
-
-@triton.jit
-def store_tile(target, stride, local, valid, value, D: tl.constexpr, W: tl.constexpr):
-    """Write `[T, W]` as rows of D channels."""
-    column = tl.arange(0, W)
-    mask = valid[:, None]
-    if D < W:
-        mask = mask & (column < D)[None, :]
-    tl.store(target + local[:, None] * stride + column[None, :], value.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -251,7 +218,7 @@ def tile_width(head_dim: int) -> int:
 
 @lru_cache
 def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> dict:
-    """Compile-time constants for a format (see `tables.Format.numbers`); not to be changed."""
+    """Compile-time constants for a format (see `tables.Format.numbers`, but the last); not to be changed."""
     key_bits, value_bits, group_size, rank, sparse, midrise, book, rotated = numbers
     groups = -(-head_dim // group_size)
     if key_bits == value_bits:
@@ -302,6 +269,14 @@ def decode_layer(method, pieces: Sequence[RawBlock | PackedSpan], keys: torch.Te
     launch_decode(table, live, *rest)
 
 
+@register("decode_layer", "triton", ROTATED_BACK, failures=FAILURES)
+def decode_rotated_back(
+    method, pieces: Sequence[RawBlock | PackedSpan], keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """`decode_layer` for a method that needs a product with a whole matrix."""
+    decode_layer(method, pieces, keys, values)
+
+
 def nothing_of(live: RawBlock) -> RawBlock:
     """No tokens, in the shape of `live`: where only stored pieces are to be decoded."""
     return RawBlock(live.k[:, :0], live.v[:, :0])
@@ -334,7 +309,7 @@ def _(rows, tiles, k, v, keys, values, numbers):
 
 
 def _launch(rows, tiles, k, v, keys, values, numbers):
-    tokens, origin, aligned, *form = numbers
+    tokens, origin, aligned, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
     grid = (2 * heads, len(tiles) + ceil_div(k.shape[1], CHUNK), batch)
@@ -342,4 +317,7 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
         keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
     )  # fmt: skip
-    launch(decode_kernel, grid, arguments, **constants, **launch_shape(constants["W"]))
+    if family:
+        launch_rival(constants, family, grid, arguments)
+    else:
+        launch(decode_kernel, grid, arguments, **constants, **launch_shape(constants["W"]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..quantwm_core.codec.bits import packed_width
+from ..quantwm_core.codec.feedback import feedback_matrix
 from ..quantwm_core.codec.groups import group_count
 from ..quantwm_core.codec.midrise import scale_format
 from ..quantwm_core.methods import LayerState, QuantWM
@@ -22,9 +23,10 @@ from ..quantwm_core.methods.quantwm import (
     earlier_codebook,
     key_basis,
     key_directions,
-    key_feedback,
+    key_metric,
 )
 from ..quantwm_core.query_stats import QueryStats
+from ..quantwm_core.rotation import Rotation
 from ..quantwm_core.settings import CacheSettings
 from . import encode, statistics
 
@@ -62,18 +64,19 @@ def _(metric, basis=None):
 @torch.library.custom_op(
     "quantwm::encode_keys",
     mutates_args=(),
-    schema="(Tensor k, Tensor? moment, Tensor? feedback, Tensor? basis, Tensor? book, Tensor? grid, int[] numbers) "
-    "-> Tensor[]",
+    schema="(Tensor k, Tensor? moment, Tensor? feedback, Tensor? basis, Tensor? cos, Tensor? sin, Tensor? book, "
+    "Tensor? grid, int[] numbers) -> Tensor[]",
 )
-def encode_keys(k, moment, feedback, basis, book, grid, numbers):
+def encode_keys(k, moment, feedback, basis, cos, sin, book, grid, numbers):
     """Codebook and stored tensors of keys `[B, S, H, D]`, and coefficients of the correction if there is a basis."""
     state = _state("k", book, grid)
-    tensors = _method(numbers)._encode_keys(k, moment, KeySteering(basis, feedback), state)
+    steering = KeySteering(basis, feedback, None if cos is None else Rotation(cos, sin))
+    tensors = _method(numbers)._encode_keys(k, moment, steering, state)
     return [tensors[name] for name in _names("k", True, basis is not None)]
 
 
 @encode_keys.register_fake
-def _(k, moment, feedback, basis, book, grid, numbers):
+def _(k, moment, feedback, basis, cos, sin, book, grid, numbers):
     method = _method(numbers)
     count = method.centroid_count(k.shape[1], KEY_TOKENS_PER_CENTROID)
     tensors = _empty_book(k, count) + _empty_side(k, method.settings.key_bits, method.settings.group_size)
@@ -112,14 +115,17 @@ class InGraph(encode.FusedQuantWM):
         self, moment: torch.Tensor | None, rank: int, tokens: int, stats: QueryStats, state: LayerState
     ) -> KeySteering:
         basis = key_basis(moment, rank, tokens, state, _directions)
-        return KeySteering(basis, _feedback(moment, basis) if moment is not None and self.feedback else None)
+        wanted = moment is not None and self.feedback
+        return KeySteering(basis, _key_feedback(moment, basis, stats) if wanted else None, stats.rotation)
 
     def _encode_keys(
         self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering, state: LayerState
     ) -> dict[str, torch.Tensor]:
         count = self.centroid_count(k.shape[1], KEY_TOKENS_PER_CENTROID)
         basis = steering.basis
-        stored = encode_keys(k, moment, steering.feedback, basis, *_before(state, "k", k, count), _numbers(self))
+        angles = (None, None) if steering.rotation is None else steering.rotation.tensors
+        book = _before(state, "k", k, count)
+        stored = encode_keys(k, moment, steering.feedback, basis, *angles, *book, _numbers(self))
         tensors = dict(zip(_names("k", True, basis is not None), stored))
         state.learn("k_centroids", k.shape[1], **{f"k_{name}": tensors[f"k_{name}"] for name in BOOK})
         return tensors if basis is None else tensors | {"k_psac_u": basis}
@@ -127,7 +133,7 @@ class InGraph(encode.FusedQuantWM):
     def _encode_values(self, v: torch.Tensor, state: LayerState) -> dict[str, torch.Tensor]:
         learn, tokens = state.due("v_centroids"), v.shape[1]
         if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
-            state.learn("v_feedback", tokens, v_feedback=_feedback(state.value_metric().float(), None))
+            state.learn("v_feedback", tokens, v_feedback=_feedback(state.value_metric().float()))
         count = self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID)
         book = _before(state, "v", v, count) if learn else tuple(state.shared[f"v_{name}"] for name in BOOK)
         stored = encode_values(v, state.shared.get("v_feedback"), *book, learn, _numbers(self))
@@ -142,9 +148,14 @@ def _directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     return leading_eigenvectors(moment, rank) if fits else key_directions(moment, rank)
 
 
-def _feedback(metric: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
-    fits = metric.shape[-1] <= statistics.WIDEST
-    return feedback_weights(metric, basis) if fits else key_feedback(metric, basis)
+def _key_feedback(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats) -> torch.Tensor:
+    if stats.rotation is None and moment.shape[-1] <= statistics.WIDEST:
+        return feedback_weights(moment, basis)
+    return _feedback(key_metric(moment, basis, stats))
+
+
+def _feedback(metric: torch.Tensor) -> torch.Tensor:
+    return feedback_weights(metric) if metric.shape[-1] <= statistics.WIDEST else feedback_matrix(metric)
 
 
 def _before(state: LayerState, side: str, x: torch.Tensor, count: int) -> tuple:

@@ -20,10 +20,22 @@ from ..quantwm_core.compiling import uncompiled
 from ..quantwm_core.span import PackedSpan, RawBlock
 
 # Fields of a row. Addresses are 0 where a piece has no such tensor.
-SIDE = ("codes", "ids", "scales", "top", "centroids", "grid", "count", "raw", "raw_b", "raw_s", "raw_h")
+SIDE = (
+    *("codes", "ids", "scales", "top", "centroids", "grid", "count", "raw", "raw_b", "raw_s", "raw_h"),
+    *("low", "stages"),
+)
 CORRECTION = ("psac_c", "psac_c_scales", "psac_c_factor", "psac_u", "bitmap", "rows", "row_count", "rows_before")
 ANGLES = ("cos", "sin")
-FIELDS = ("tokens", "start", "zeros", *(f"k_{f}" for f in SIDE), *(f"v_{f}" for f in SIDE), *CORRECTION, *ANGLES)
+FIELDS = (
+    "tokens",
+    "start",
+    "phase",
+    "zeros",
+    *(f"k_{f}" for f in SIDE),
+    *(f"v_{f}" for f in SIDE),
+    *CORRECTION,
+    *ANGLES,
+)
 
 # Stored tensors by the field that holds their address.
 NAMES = {
@@ -38,6 +50,9 @@ NAMES = {
 for _side in "kv":
     NAMES |= {f"{_side}_{field}": f"{_side}_{field}" for field in ("codes", "ids", "scales", "centroids", "raw")}
     NAMES[f"{_side}_grid"] = f"{_side}_centroids_grid"
+    NAMES[f"{_side}_low"] = f"{_side}_zeros"
+# Of keys that are rounded along the tokens.
+NAMES_ALONG_TOKENS = {"k_scales": "k_group_scales", "k_low": "k_group_zeros"}
 
 # Tokens that one program handles.
 CHUNK = 256
@@ -45,6 +60,10 @@ ALIGNMENT = 16
 # What kernels read several bytes at a time, if it is aligned. A layer's slice of a group can begin anywhere, but
 # of these it is long: with usual numbers of tokens it is aligned.
 READ_AS_WORDS = ("k_codes", "v_codes", "k_centroids", "v_centroids", "psac_c")
+
+
+# Methods by the kernels that decode them.
+FAMILIES = (("quantwm", "quantwm-paper", "rtn"), ("kivi",), ("qvg", "qvg-pro"), ("quarot",))
 
 
 @dataclass(frozen=True)
@@ -64,9 +83,10 @@ class Format:
 
     def numbers(self) -> list[int]:
         """The format as whole numbers, the way an operator of torch can take it."""
-        midrise, book = self.method == "quantwm", self.method != "rtn"
+        midrise, book = self.method == "quantwm", self.method in ("quantwm", "quantwm-paper")
         form = [self.key_bits, self.value_bits, self.group_size, self.rank, self.sparse, midrise, book]
-        return [*form, self.rotated]
+        family = next((number for number, methods in enumerate(FAMILIES) if self.method in methods), 0)
+        return [*form, self.rotated, family]
 
     @classmethod
     def of(cls, spans: Sequence[PackedSpan]) -> Format:
@@ -129,7 +149,6 @@ class PieceTable:
 _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-@uncompiled
 def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
     """The table of these pieces, all on `device`; kept until the pieces change."""
     if not pieces:
@@ -140,6 +159,7 @@ def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -
     return table
 
 
+@uncompiled
 def layer_tables(history: Sequence[RawBlock | PackedSpan], device: torch.device) -> list[PieceTable]:
     """A table for each run of one format, at least one; pieces that are kept elsewhere are copied, for this call."""
     table = _tables.get(history[-1]) if history else None
@@ -239,7 +259,9 @@ def _address(tensor: torch.Tensor) -> tuple[int, int, int, int]:
 def _span_row(span: PackedSpan, keep: list[torch.Tensor]) -> dict[str, int]:
     tensors = {name: t.contiguous() for name, t in span.tensors.items()}
     keep.extend(tensors.values())
-    row = {field: tensors[name].data_ptr() for field, name in NAMES.items() if name in tensors}
+    names = NAMES | NAMES_ALONG_TOKENS if "k_group_scales" in tensors else NAMES
+    row = {field: tensors[name].data_ptr() for field, name in names.items() if name in tensors}
+    row["phase"] = span.phase
     for side in "kv":
         if f"{side}_raw" in tensors:
             row |= dict(
@@ -248,7 +270,8 @@ def _span_row(span: PackedSpan, keep: list[torch.Tensor]) -> dict[str, int]:
                 )
             )
         if f"{side}_centroids" in tensors:
-            row[f"{side}_count"] = tensors[f"{side}_centroids"].shape[2]
+            row[f"{side}_count"] = tensors[f"{side}_centroids"].shape[-2]
+            row[f"{side}_stages"] = tensors[f"{side}_ids"].shape[3] if tensors[f"{side}_ids"].ndim == 4 else 1
         # One factor per head and span, whatever the method calls it.
         for name in (f"{side}_scales_top", f"{side}_scales_factor"):
             if name in tensors:

@@ -18,6 +18,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 TOKENS = tl.constexpr(FIELDS.index("tokens"))
 START = tl.constexpr(FIELDS.index("start"))
+PHASE = tl.constexpr(FIELDS.index("phase"))
 ZEROS = tl.constexpr(FIELDS.index("zeros"))
 # First field of each side; the fields of a side follow in the order of SIDE.
 KEYS = tl.constexpr(FIELDS.index("k_codes"))
@@ -29,6 +30,8 @@ TOP = tl.constexpr(SIDE.index("top"))
 CENTROIDS = tl.constexpr(SIDE.index("centroids"))
 GRID = tl.constexpr(SIDE.index("grid"))
 COUNT = tl.constexpr(SIDE.index("count"))
+LOW = tl.constexpr(SIDE.index("low"))
+STAGES = tl.constexpr(SIDE.index("stages"))
 RAW = tl.constexpr(SIDE.index("raw"))
 RAW_B = tl.constexpr(SIDE.index("raw_b"))
 RAW_S = tl.constexpr(SIDE.index("raw_s"))
@@ -169,20 +172,6 @@ def small(byte, BITS: tl.constexpr, FIRST_BIT: tl.constexpr, G: tl.constexpr):
 def spread(per_group, T: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
     """`[T, G]` -> `[T, W]`: every channel gets its group's value."""
     return tl.reshape(tl.broadcast_to(per_group[:, :, None], (T, G, W // G)), (T, W))
-
-
-@triton.jit
-def turn(row, first, tokens, valid, keys, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
-    """RoPE of keys float32 `[T, W]` at `tokens`, counted from `first`; as they are where the piece has no angles."""
-    pair = tl.arange(0, W // 2)
-    cosines = tl.load(row + COS).to(tl.pointer_type(tl.float32)) + first * (D // 2)
-    sines = tl.load(row + SIN).to(tl.pointer_type(tl.float32)) + first * (D // 2)
-    mask = valid[:, None] & (pair < D // 2)[None, :] & (tl.load(row + COS) != 0)
-    offset = tokens[:, None] * (D // 2) + pair[None, :]
-    cos = tl.load(cosines + offset, mask=mask, other=1.0)
-    sin = tl.load(sines + offset, mask=mask, other=0.0)
-    a, b = tl.split(tl.reshape(keys, (T, W // 2, 2)))
-    return tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (T, W))
 
 
 @triton.jit

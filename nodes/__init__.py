@@ -2,6 +2,7 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from . import expected, live
 from .apply import QuantWMApply
 from .budget import QuantWMBudget
 from .cache_stats import QuantWMCacheStats
@@ -44,6 +45,10 @@ NODES: list[type[io.ComfyNode]] = [
 
 
 class QuantWMExtension(ComfyExtension):
+    async def on_load(self) -> None:
+        live.add_route()
+        expected.add_route()
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES
 

@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from .. import world_models
+from .live import LivePanel
 from .progress import block_text, executing_node_id, show_text
 from .sockets import CATEGORY, CacheSocket, SettingsSocket
 
@@ -58,8 +59,11 @@ class QuantWMApply(io.ComfyNode):
     @classmethod
     def execute(cls, model, settings) -> io.NodeOutput:
         own_id = cls.hidden.unique_id if cls.hidden else None
+        panel = LivePanel(own_id)
 
         def on_block(entry: dict[str, Any]) -> None:
             show_text(block_text(entry), executing_node_id(), own_id)
+            panel.send(handle)
 
-        return io.NodeOutput(*world_models.attach(model, settings, on_block=on_block))
+        patched, handle = world_models.attach(model, settings, on_block=on_block)
+        return io.NodeOutput(patched, handle)

@@ -6,6 +6,7 @@ from comfy_api.latest import io, ui
 
 from ..quantwm_core.accounting import format_report
 from .charts import chart_tensor, memory_chart
+from .live import OUTPUT, panel_state, watched
 from .progress import show_text
 from .sockets import CATEGORY, CacheSocket
 
@@ -53,8 +54,9 @@ class QuantWMCacheStats(io.ComfyNode):
     def execute(cls, cache, after=None) -> io.NodeOutput:
         report = format_report(cache)
         chart = chart_tensor(memory_chart(cache.record, cache.history))
-        # The report ends in the record as JSON: for scripts, not for the node.
-        show_text(report.partition("\n{")[0], cls.hidden.unique_id if cls.hidden else None)
+        if not watched():
+            # The report ends in the record as JSON: for scripts, not for the node.
+            show_text(report.partition("\n{")[0], cls.hidden.unique_id if cls.hidden else None)
         # ComfyUI draws `text` only on its own preview nodes; it is here for clients of the HTTP API.
         preview = ui.PreviewImage(chart, cls=cls).as_dict() | ui.PreviewText(report).as_dict()
-        return io.NodeOutput(report, chart, ui=preview)
+        return io.NodeOutput(report, chart, ui=preview | {OUTPUT: [panel_state(cache)]})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
 from ..quantwm_core import BITS, METHODS, CacheSettings
+from ..quantwm_core.presets import CUSTOM, PRESET_NAMES, PRESETS, with_preset
 from ..quantwm_core.settings import BACKENDS, CACHE_DEVICES, GROUP_SIZES, JENSEN, MAX_CENTROIDS, MAX_RANK
 from .sockets import CATEGORY, SettingsSocket
 
@@ -188,6 +191,22 @@ class QuantWMKVCache(io.ComfyNode):
                         "and values in 2 bits. Commas between; later ones win."
                     ),
                 ),
+                io.Combo.Input(
+                    "preset",
+                    options=list(PRESET_NAMES),
+                    default=CUSTOM,
+                    optional=True,
+                    # For the page, which fills the other inputs in when a preset is chosen.
+                    extra_dict={"presets": {name: _as_widgets(values) for name, values in PRESETS.items()}},
+                    tooltip=(
+                        "Fills in all inputs but cache_device and backend, and decides them when the graph runs.\n"
+                        "balanced: the defaults.\n"
+                        "smallest: fewer bytes in 2 bits, at a visible loss.\n"
+                        "best quality: keys and values in 4 bits.\n"
+                        "paper: the published method with its own numbers.\n"
+                        "custom (default): what the inputs say. Changing one by hand comes back to it."
+                    ),
+                ),
             ],
             outputs=[
                 SettingsSocket.Output("settings", display_name="settings", tooltip="For Apply To World Model."),
@@ -206,5 +225,11 @@ class QuantWMKVCache(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, key_bits: str, value_bits: str, **settings) -> io.NodeOutput:
-        return io.NodeOutput(CacheSettings(key_bits=int(key_bits), value_bits=int(value_bits), **settings))
+    def execute(cls, key_bits: str, value_bits: str, preset: str = CUSTOM, **settings) -> io.NodeOutput:
+        chosen = {"key_bits": int(key_bits), "value_bits": int(value_bits), **settings}
+        return io.NodeOutput(CacheSettings(**with_preset(preset, chosen)))
+
+
+def _as_widgets(values: dict[str, Any]) -> dict[str, Any]:
+    """A preset's values as this node's widgets hold them: bits are a list of words."""
+    return values | {name: str(values[name]) for name in ("key_bits", "value_bits")}

@@ -10,15 +10,17 @@ from comfy_execution.utils import get_executing_context
 from ..quantwm_core.accounting import against_bf16, format_bytes
 
 
-def show_text(text: str, *node_ids: str | None) -> None:
-    """Show plain text on the nodes with these ids. Ids that are None or repeated are skipped.
+def running_server() -> Any | None:
+    """ComfyUI's server. Its module is looked up, not imported: under a script or a test there is none, and importing
+    it would build half of ComfyUI."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
 
-    The server module is looked up, not imported: under a script or a test there is none, and importing it
-    would build half of ComfyUI.
-    """
+
+def show_text(text: str, *node_ids: str | None) -> None:
+    """Show plain text on the nodes with these ids. Ids that are None or repeated are skipped."""
     # The editor's newer node renderer takes the text as Markdown, where two spaces make a line break.
     text = text.replace("\n", "  \n")
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    server = running_server()
     if server is None:
         return
     for node_id in dict.fromkeys(node_ids):
@@ -30,6 +32,12 @@ def executing_node_id() -> str | None:
     """Id of the node that the server is running in this context, None outside a server."""
     context = get_executing_context()
     return None if context is None else context.node_id
+
+
+def executing_prompt_id() -> str | None:
+    """Id of the prompt that the server is running in this context, None outside a server."""
+    context = get_executing_context()
+    return None if context is None else context.prompt_id
 
 
 def block_text(entry: dict[str, Any]) -> str:

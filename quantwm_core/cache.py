@@ -18,8 +18,9 @@ from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
 from .overrides import check_overrides, head_groups
-from .packing import TYPICAL_BLOCK, Packer, layers_together, pack_ready
+from .packing import TYPICAL_BLOCK, Packer, Reach, layers_together, pack_ready
 from .settings import CacheSettings
+from .span import PARTS
 from .stopwatch import Stopwatch
 
 
@@ -44,9 +45,10 @@ class WorldCache:
         value_metrics: per layer, a function giving the Gram matrix `[H, D, D]` of the output projection.
         method: overrides the one that `settings` name (ablations).
         on_block: called with a history entry after the last layer has committed a block.
-        prefill_tokens: tokens of a cache that one forward fills, layer by layer; 0 where it grows by blocks. Its layers
-            pack on the caller's stream, for beside it all of them would wait in full precision, and the queries that
-            come with them count as asked before.
+        block: tokens of the largest block, or of first frames that are given: as they grow, fewer layers pack together.
+        reach: how the sampler's window divides the history.
+        prefilled: one forward fills it, layer by layer. Packing is then done on the caller's stream, for beside it all
+            layers would wait in full precision, and the queries that come with a block count as asked before it.
     """
 
     def __init__(
@@ -57,24 +59,26 @@ class WorldCache:
         value_metrics: Sequence[Callable[[], torch.Tensor]] | None = None,
         method: Method | None = None,
         on_block: Callable[[dict], None] | None = None,
-        prefill_tokens: int = 0,
+        block: int = TYPICAL_BLOCK,
+        reach: Reach | None = None,
+        prefilled: bool = False,
     ) -> None:
         self.settings = settings
         self.geometry = geometry
+        self._reach = reach
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
         check_backend(settings, geometry.head_dim, device)
         self.backend = Dispatcher(settings.backend)
         check_overrides(settings.overrides, geometry.layers, geometry.heads)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
-        self._prefilled = prefill_tokens > 0
+        self._prefilled = prefilled
         self._together = 1
         self.layers: list[LayerCache | HeadGroups] = []
         if settings.overrides:
             self.layers += [self._mixed_layer(index, method, metric, device) for index, metric in enumerate(metrics)]
         else:
-            per_token = geometry.bytes_bf16(1) // geometry.layers
-            self._together = layers_together(geometry.layers, per_token, prefill_tokens or TYPICAL_BLOCK)
+            self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers, block)
             for first in range(0, geometry.layers, self._together):
                 self.layers += self._group(method, metrics[first : first + self._together], device)
         if settings.cache_device == "cpu" and device is not None and device.type == "cuda":
@@ -93,7 +97,7 @@ class WorldCache:
         # Beside a cache on the CPU packing ends with a copy there, for which the caller waits in any case.
         beside = device if self.settings.cache_device == "gpu" and not self._prefilled else None
         packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside, self._prefilled)
-        rest = device, self.decode_watch, self.backend, packer
+        rest = device, self.decode_watch, self.backend, packer, self._reach
         return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
 
     def _mixed_layer(
@@ -107,7 +111,7 @@ class WorldCache:
             part = None if metric is None else partial(_metric_of, metric, heads)
             own_method = replace(method, settings=own)
             packer = Packer(own, own_method, [part], self.backend, self.encode_watch, prefilled=self._prefilled)
-            rest = device, self.decode_watch, self.backend, packer
+            rest = device, self.decode_watch, self.backend, packer, self._reach
             groups.append(HeadGroup(heads, LayerCache(own, own_method, None, *rest)))
         return groups[0].cache if len(groups) == 1 else HeadGroups(groups)
 
@@ -159,7 +163,7 @@ class WorldCache:
 
     def record(self) -> dict:
         """Everything measured so far, JSON-ready; see `accounting.build_record`."""
-        return build_record(self)
+        return build_record([self])
 
     def resident_bytes(self) -> int:
         """Everything that this cache holds, except for what only the bank refers to."""
@@ -176,6 +180,7 @@ class WorldCache:
         record_usage = self.usage()
         raw = record_usage["raw"] + record_usage["blocks"]
         tokens = self.layers[-1].tokens
+        backend, backend_reason = self.backend.summary()
         entry = {
             "block": self.layers[-1].blocks - 1,
             "tokens": tokens,
@@ -183,7 +188,12 @@ class WorldCache:
             "bytes_packed": sum(record_usage.values()) - raw - record_usage["state"],
             "bytes_unpacked": raw + record_usage["state"],
             "bytes_bank": sum(layer.bank_bytes() for layer in self.layers),
+            "bytes_by_part": {part: record_usage[part] for part in PARTS},
+            "encode_seconds": round(self.encode_watch.finished_seconds(), 4),
+            "decode_seconds": round(self.decode_watch.finished_seconds(), 4),
             "seconds": round(time.perf_counter() - self._started, 3),
+            "backend": backend,
+            "backend_reason": backend_reason,
         }
         self.history.append(entry)
         if self._on_block is not None:

@@ -64,6 +64,16 @@ class KeySteps:
         return tuple(None if t is None else t.data_ptr() for t in (self.rotation, self.basis))
 
 
+def layers_read(method: str, jensen: str, head_dim: int) -> int:
+    """How many layers in full precision are alive while one attends: itself, and a second form of its keys and values.
+
+    To second order that form is as wide as the steps need it: `kivi` has a step for each channel, so it doubles.
+    """
+    if jensen == "off":
+        return 1
+    return 3 if jensen == "second-order" and method == "kivi" and 2 * head_dim <= WIDEST_HEAD else 2
+
+
 @dataclass(frozen=True)
 class _Placed:
     """Steps and the position of their first key."""

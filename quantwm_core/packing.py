@@ -8,7 +8,7 @@ becomes history in every layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,11 +34,41 @@ GROUP_BYTES = 192 << 20
 TYPICAL_BLOCK = 4680
 
 
-def layers_together(layers: int, bytes_per_token: int, block_tokens: int = TYPICAL_BLOCK) -> int:
-    """How many of `layers` to pack at once, for keys and values of `bytes_per_token` in each: groups of like size."""
-    most = max(1, GROUP_BYTES // (block_tokens * bytes_per_token))
+@dataclass(frozen=True)
+class Reach:
+    """How a window divides the history: the first `sink` blocks stay for ever, of the others `blocks` at most (0: all).
+
+    Blocks that are packed together leave together, so they must not wait for more than a window holds, nor for those
+    that stay.
+    """
+
+    sink: int = 0
+    blocks: int = 0
+
+    def divided(self, ready: Sequence[int], firsts: Sequence[int], per_span: int) -> list[list[int]]:
+        """Entries `ready`, of blocks `firsts`, as spans of `per_span` blocks, or as many as may be together."""
+        per_span = min(per_span, self.blocks or per_span)
+        stay = [index for index, first in zip(ready, firsts) if first < self.sink]
+        others = ready[len(stay) :]
+        # What is left of those that stay when the last of them comes is a span as well.
+        last = min(per_span, self.sink - firsts[0]) if stay else per_span
+        return _in_spans(stay, last) + _in_spans(others, per_span)
+
+
+def layers_together(layers: int, bytes_per_token: int, block: int = TYPICAL_BLOCK) -> int:
+    """How many of `layers` to pack at once, for keys and values of `bytes_per_token` in each: groups of like size.
+
+    block: tokens of the largest block, or of first frames that are given.
+    """
+    most = max(1, GROUP_BYTES // (block * bytes_per_token))
     groups = -(-layers // most)
     return -(-layers // groups)
+
+
+def waiting_bytes(layers: int, bytes_per_token: int, block: int = TYPICAL_BLOCK) -> int:
+    """Most that a group holds in full precision while it packs: a block of each layer, and again as one batch."""
+    together = layers_together(layers, bytes_per_token, block)
+    return (2 if together > 1 else 1) * together * block * bytes_per_token
 
 
 class Packer:
@@ -103,6 +133,12 @@ class Packer:
             tokens = self.state.tokens
             facts = call_facts(settings, k, rotation is not None)
             span = self._backend.run("encode_span", facts, method, k, v, stats, self.state)
+            if rotation is not None and span.rotation is None:
+                raise ValueError(
+                    "a method packs keys as they are met or before RoPE, as it is told; "
+                    f"method {method.name!r} forgot the rotation it was given, and this model's keys come before RoPE. "
+                    "Choose another method."
+                )
             if again:
                 self.state.tokens = tokens
             elif self.method.uses_earlier_queries and own is not None and not self._prefilled:
@@ -138,10 +174,14 @@ def ready_groups(layer: LayerCache) -> list[list[int]]:
     for index, entry in enumerate(layer.entries):
         if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= entry.first < last:
             ready.append(index)
-    if layer.method.recent_tokens and ready:
-        ready = _older_than_recent(layer, ready)
-        per_span = max(1, len(ready))
-    return [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
+    if layer.method.recent_tokens:
+        older = _older_than_recent(layer, ready) if ready else []
+        return [older] if older else []
+    return layer.reach.divided(ready, [layer.entries[index].first for index in ready], per_span)
+
+
+def _in_spans(entries: Sequence[int], per_span: int) -> list[list[int]]:
+    return [list(entries[i : i + per_span]) for i in range(0, len(entries) - per_span + 1, per_span)]
 
 
 def _older_than_recent(layer: LayerCache, ready: list[int]) -> list[int]:

@@ -49,6 +49,12 @@ class Stopwatch:
             self._read(self._events.popleft())
         return self._seconds
 
+    def finished_seconds(self) -> float:
+        """Total of what the device has finished by now. Never waits, so that it can be asked during a run."""
+        while self._events and self._events[0][1].query():
+            self._read(self._events.popleft())
+        return self._seconds
+
     def _next_pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         if len(self._events) < MOST_PAIRS:
             return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

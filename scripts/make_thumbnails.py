@@ -12,6 +12,7 @@ import argparse
 import importlib
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -69,11 +70,9 @@ def comparison_picture(canvas_module, frames: list[Image.Image], record: dict) -
 def steps_picture(canvas_module, workflow: dict, name: str) -> Image.Image:
     """The groups of a workflow as steps; those that hold nodes of this pack stand out."""
     canvas = canvas_module.Canvas(SIZE, SIZE, BACKGROUND)
-    title, found, subtitle = name.partition("-image")
-    if not found:
-        title, _, subtitle = name.rpartition("-")
+    title, subtitle = re.split("-(?=image|long|continuation)", name, maxsplit=1)
     canvas.text((28, 30), title.replace("-", " ").title(), TEXT, size=50, weight=0.8)
-    canvas.text((28, 96), f"{found[1:]}{subtitle.replace('-', ' ')}, cache in 2 bits", MUTED, size=28)
+    canvas.text((28, 96), f"{subtitle.replace('-', ' ')}, cache in 2 bits", MUTED, size=28)
     groups = _steps(workflow["groups"])
     height = (SIZE - 190) / len(groups)
     for i, group in enumerate(groups):

@@ -16,10 +16,15 @@ import torch
 
 from benchmarks.host import ROOT
 from quantwm_core import METHODS, CacheSettings, span
+from quantwm_core.accounting import format_bytes
+from quantwm_core.command_line import MODELS
 from quantwm_core.methods import LayerState
+from quantwm_core.planning import plan_bytes
+from quantwm_core.presets import PRESETS
 from quantwm_core.query_stats import QueryStats
 
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
+MODEL_PAGES = sorted((ROOT / "docs" / "models").glob("*.md"))
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[\w-]+)?\)|src=\"([^\"]+)\"")
 PATH = re.compile(r"`((?:benchmarks|docs|locales|nodes|quantwm_core|scripts|tests|web|world_models)/[\w./-]*)`")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -58,7 +63,7 @@ def example(number: int, name: str, folder: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", GUIDES + MODEL_PAGES, ids=lambda page: page.stem)
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     targets = [page.parent / (link or image) for link, image in LINK.findall(text)]
@@ -69,6 +74,37 @@ def test_links_and_paths_lead_somewhere(page):
 def test_readme_leads_to_every_guide():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [page.name for page in GUIDES if f"(docs/{page.name})" not in readme]
+
+
+def test_the_index_leads_to_every_page():
+    index = read("README.md")
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in GUIDES + MODEL_PAGES if page.stem != "README"]
+    assert not [page for page in pages if f"({page})" not in index]
+
+
+@pytest.mark.parametrize(
+    ("page", "geometry", "blocks"),
+    [
+        ("causal-forcing", MODELS["causal-forcing"], [3 * 1560] * 8),
+        ("lingbot", MODELS["lingbot-14b"], [4 * 1560] * 4 + [2 * 1560]),
+        ("lingbot", MODELS["lingbot-1.3b"], [4 * 1560] * 4 + [2 * 1560]),
+    ],
+    ids=["causal-forcing", "lingbot-14b", "lingbot-1.3b"],
+)
+def test_sizes_on_a_models_page_are_planned_ones(page, geometry, blocks):
+    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", read(f"models/{page}.md"), re.MULTILINE))
+    settings = {
+        "off": CacheSettings("off"),
+        "`best quality`, 4 bits": CacheSettings(**PRESETS["best quality"]),
+        "`balanced`, 2 bits": CacheSettings(),
+        "`balanced` on the CPU": CacheSettings(cache_device="cpu"),
+    }
+    for name, choice in settings.items():
+        (cells,) = (cells for label, cells in rows.items() if name in label)
+        plan = plan_bytes(choice, geometry, blocks)
+        assert format_bytes(plan.resident) in cells.split(" | "), name
+        if geometry != MODELS["lingbot-1.3b"]:
+            assert cells.split(" | ")[-1] == format_bytes(plan.peak), name
 
 
 def test_messages_are_those_of_the_code():

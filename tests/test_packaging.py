@@ -113,10 +113,62 @@ def test_comfyui_reads_the_project_file(project):
     assert "GPU :: NVIDIA CUDA" in project["project"]["supported_accelerators"]
     assert project["tool_comfy"]["publisher_id"] == "quantwm"
     assert project["tool_comfy"]["display_name"] == "QuantWM"
+    name = project["project"]["name"]
+    # Rules of the registry: it becomes the folder's name, and the product's own name in it is advised against.
+    assert re.fullmatch(r"[a-z][a-z0-9-]{0,99}", name) and "comfyui" not in name
+    assert 20 < len(project["project"]["description"]) < 200
+    # WEB_DIRECTORY names it already; named twice, ComfyUI would load every script twice.
+    assert not project["tool_comfy"]["web"]
+
+
+def git_files(*options: str) -> set[str]:
+    command = ["git", "-c", "core.quotePath=off", "ls-files", *options]
+    return set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines())
+
+
+def published_files() -> set[str]:
+    """What `comfy node publish` packs: files that git tracks, less those in .comfyignore, whose syntax is git's."""
+    return git_files() - git_files("-ci", "--exclude-from=.comfyignore")
+
+
+def test_the_published_pack_has_all_that_runs_and_nothing_else():
+    files = published_files()
+    folders = {"nodes", "quantwm_core", "kernels", "world_models", "workflows", "subgraphs", "web", "locales"}
+    alone = {"__init__.py", "pyproject.toml", "requirements.txt", "README.md", "CHANGELOG.md", "LICENSE"}
+    assert {name.partition("/")[0] for name in files} == folders | alone
+    assert {name for name in git_files() if name.partition("/")[0] in folders} <= files
+
+
+def test_what_comfy_node_validate_runs_finds_nothing():
+    """Its own command (comfy-cli, custom_nodes/command.py): exec, eval, several statements in a line."""
+    command = [sys.executable, "-m", "ruff", "check", ".", "-q", "--select", "S102,S307,E702", "--exit-zero"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_the_published_pack_has_what_is_read_as_a_file():
+    files = published_files()
+    for script in (name for name in files if name.startswith("web/js/") and name.endswith(".js")):
+        for target in re.findall(r'from "\./([\w.]+)"', (ROOT / script).read_text(encoding="utf-8")):
+            assert f"web/js/{target}" in files, script
+    assert {"web/js/memory_view.css", "quantwm_core/presets.json"} <= files
 
 
 def test_changelog_has_the_version(project):
     assert f"## {project['project']['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_banner_is_21_to_9():
+    # ComfyUI's parser knows no such key; the registry's own does.
+    assert re.search(r'^Banner = "https://.+/assets/banner\.png"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    with Image.open(ROOT / "assets" / "banner.png") as banner:
+        assert banner.width * 9 == banner.height * 21
+
+
+def test_publishing_needs_a_new_version_and_the_publishers_key():
+    text = (ROOT / ".github" / "workflows" / "publish.yml").read_text()
+    for needed in ("paths: [pyproject.toml]", "publish-node-action", "secrets.REGISTRY_ACCESS_TOKEN"):
+        assert needed in text
 
 
 def test_icon_is_square_and_small_enough(project):

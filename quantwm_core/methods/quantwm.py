@@ -17,7 +17,7 @@ import torch
 
 from ..codec.bits import pack_bits, unpack_bits
 from ..codec.codebook import Codebook, gather_centroids
-from ..codec.feedback import feedback_matrix, quantize_with_feedback
+from ..codec.feedback import feedback_matrix, packed_weights, quantize_with_feedback, unpacked_weights
 from ..codec.groups import group_count, spread_groups
 from ..codec.kmeans import ITERATIONS, WARM_ITERATIONS, evenly_spaced, kmeans, nearest_centroid, scattered_tokens
 from ..codec.midrise import (
@@ -169,13 +169,13 @@ class QuantWM:
             book = learn_codebook(x, count, earlier_codebook(state, "v", x.shape[0], count))
             state.learn("v_centroids", tokens, v_centroids=book.codes, v_centroids_grid=book.grid)
         if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
-            state.learn("v_feedback", tokens, v_feedback=feedback_matrix(state.value_metric()))
+            state.learn("v_feedback", tokens, v_feedback=packed_weights(feedback_matrix(state.value_metric())))
         book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
         centroids = book.decode()
         ids = nearest_centroid(x, centroids)
         steering = state.shared.get("v_feedback")
         if steering is not None:
-            steering = steering.repeat(x.shape[0] // steering.shape[0], 1, 1)
+            steering = unpacked_weights(steering, x.shape[-1]).repeat(x.shape[0] // steering.shape[0], 1, 1)
         tensors, _ = self._encode_residual(
             "v", x - gather_centroids(centroids, ids), ids, self.settings.value_bits, steering
         )
@@ -243,17 +243,22 @@ def key_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     return leading_eigenvectors(moment, rank).bfloat16()
 
 
-def key_feedback(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats | None = None) -> torch.Tensor:
-    """Feedback weights for keys: directions that the correction restores anyway cost nothing, so errors go there.
+def key_metric(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats) -> torch.Tensor:
+    """What an error of a stored key costs, float `[N, D, D]`: nothing in directions that the correction restores.
 
-    Both are after RoPE; `stats` say whether keys are stored before it.
+    Moment and basis are those of queries; `stats` say whether keys are stored before RoPE.
     """
     if basis is not None:
         basis = basis.float()
         eye = torch.eye(moment.shape[-1], device=moment.device)
         complement = eye - basis @ basis.transpose(1, 2)
         moment = complement @ moment @ complement.transpose(1, 2)
-    return feedback_matrix(moment if stats is None else stats.seen(moment))
+    return stats.seen(moment)
+
+
+def key_feedback(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats) -> torch.Tensor:
+    """Feedback weights for keys: errors go where they cost least."""
+    return feedback_matrix(key_metric(moment, basis, stats))
 
 
 def _decode_residual(flat: dict[str, torch.Tensor], prefix: str, bits: int, span: PackedSpan) -> torch.Tensor:

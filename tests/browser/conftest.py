@@ -24,6 +24,16 @@ FLAGS = [
 ]
 WINDOW = {"width": 1600, "height": 950}
 START_MS = 120_000
+# The server keeps settings from page to page, so each test says which ones it starts from.
+SETTINGS = {
+    # Else the first visit of all opens the template browser by itself, some time after the page has loaded.
+    "Comfy.TutorialCompleted": True,
+    "Comfy.VueNodes.Enabled": False,
+    "Comfy.ColorPalette": "dark",
+    "Comfy.Locale": "en",
+    "QuantWM.LivePanel": True,
+    "QuantWM.DefaultBackend": "auto",
+}
 
 
 @pytest.fixture(scope="session")
@@ -35,20 +45,38 @@ def chromium() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(chromium: Browser, server) -> Iterator[Page]:
-    """The editor, loaded and with an empty graph, in a fresh profile."""
-    context = chromium.new_context(viewport=WINDOW)
-    page = context.new_page()
-    # Else the first visit of all opens the template browser by itself, some time after the page has loaded.
-    page.request.post(f"{server.url}/settings", data={"Comfy.TutorialCompleted": True})
-    page.goto(server.url)
-    page.wait_for_function(
-        "!!(window.app?.extensionManager && app.canvas && LiteGraph.registered_node_types.QuantWMApply)",
-        timeout=START_MS,
-    )
-    page.evaluate("app.graph.clear()")
-    yield page
-    context.close()
+def settings() -> dict:
+    """Settings of the editor in which `page` opens, beside `SETTINGS`; tests override this."""
+    return {}
+
+
+@pytest.fixture
+def open_page(chromium: Browser, server) -> Iterator[Callable[[dict], Page]]:
+    """Opens the editor with an empty graph in a fresh profile, with these settings beside `SETTINGS`."""
+    contexts = []
+
+    def open_with(settings: dict) -> Page:
+        contexts.append(chromium.new_context(viewport=WINDOW))
+        page = contexts[-1].new_page()
+        page.request.post(f"{server.url}/settings", data=SETTINGS | settings)
+        page.goto(server.url)
+        # The editor opens with a graph of its own, which would replace what a test has loaded before it came.
+        page.wait_for_function(
+            "window.app?.extensionManager && app.canvas?.graph?.nodes.length"
+            " && !!LiteGraph.registered_node_types.QuantWMApply",
+            timeout=START_MS,
+        )
+        page.evaluate("app.graph.clear()")
+        return page
+
+    yield open_with
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def page(open_page: Callable[[dict], Page], settings: dict) -> Page:
+    return open_page(settings)
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ def test_server_returns_the_texts(server, language):
     served = server.json("/i18n")[language]
     own = {name: texts for name, texts in served["nodeDefs"].items() if name.startswith("QuantWM")}
     assert own == read(language)
+    ours = {key: entry for key, entry in served["settings"].items() if key.startswith("QuantWM")}
+    assert ours == read(language, "settings.json")
     for group, texts in read(language, "main.json").items():
         assert texts.items() <= served[group].items()
 

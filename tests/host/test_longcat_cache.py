@@ -271,7 +271,7 @@ def test_exact_budget_at_the_real_geometry(host):
     asking = torch.randn(1, 512, 1, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     packed = {}
     for settings in (core.CacheSettings("quantwm-paper", centroids=256, rank=8), core.CacheSettings()):
-        cache = caches.PackedCache(core.WorldCache(settings, core.CacheGeometry(1, 1, 128), prefill_tokens=19 * 1560))
+        cache = caches.PackedCache(core.WorldCache(settings, core.CacheGeometry(1, 1, 128), prefilled=True))
         cache.begin(19, positions(128, (0, 19, 30, 52), torch.device("cpu")))
         cache.store(0, k, v, asking)
         record = cache.cache.record()

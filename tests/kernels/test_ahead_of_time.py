@@ -19,7 +19,8 @@ from triton.compiler import ASTSource
 from benchmarks.bare_pack import bare_module
 
 decode, attention, tables = (bare_module(f"kernels.{name}") for name in ("decode", "attention", "tables"))
-POINTERS = {"rows": "*i64", "tiles": "*i32", "scale": "fp32", "costs": "*fp32"}
+rivals = bare_module("kernels.decode_rivals")
+POINTERS = {"rows": "*i64", "tiles": "*i32", "scale": "fp32", "costs": "*fp32", "signs": "*bf16", "lengths": "*fp32"}
 POINTERS |= dict.fromkeys(("live_k", "live_v", "keys", "values", "queries", "out"), "*bf16")
 
 def build(kernel, constants, options, capability):
@@ -42,8 +43,14 @@ FORMS = (
     (("quantwm", 2, 2, 64, 16, False, True), 128),
     (("quantwm-paper", 2, 2, 64, 8, True, True), 80),
 )
+for family, form in enumerate((("kivi", 2, 2, 32), ("qvg-pro", 2, 2, 16), ("quarot", 2, 2, 64)), 1):
+    form = tables.Format(*form, 0, False, family == 2)
+    constants = decode.format_constants(tuple(form.numbers()[:-1]), 128, True) | {"FAMILY": family}
+    shape, options = split(rivals.launch_shape(128))
+    assert build(rivals.rival_kernel, constants | shape, options, capability) <= 99 * 1024
+
 for form, width in FORMS:
-    constants = decode.format_constants(tuple(tables.Format(*form).numbers()), width, True)
+    constants = decode.format_constants(tuple(tables.Format(*form).numbers()[:-1]), width, True)
     shape, options = split(decode.launch_shape(constants["W"]))
     build(decode.decode_kernel, constants | shape, options, capability)
     if form[0] == "quantwm":

@@ -91,7 +91,7 @@ def test_encoding_operators(operators, device):
     for operator, arguments in (
         (operators.leading_eigenvectors, (metric, 6)),
         (operators.feedback_weights, (metric, basis)),
-        (operators.encode_keys, (k, metric, feedback, basis, None, None, numbers)),
+        (operators.encode_keys, (k, metric, feedback, basis, None, None, None, None, numbers)),
         (operators.encode_values, (k, feedback, None, None, True, numbers)),
         (operators.encode_values, (k, None, *stored[:2], False, numbers)),
     ):

@@ -6,26 +6,13 @@ import pytest
 import torch
 
 from benchmarks.bare_pack import bare_module
+from support.decoding import decode_both
 from support.kernels import INTERPRETED, assert_within_one_ulp
 
 BITS = [(2, 2), (2, 4), (4, 8), (8, 2), (2, 16), (16, 2)]
 OTHER_BITS = [(2, 2), (2, 8), (4, 4), (16, 4)]
 # The interpreter rounds to bfloat16 by cutting off.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-
-
-def decode_both(pack, layer, live_tokens=5):
-    """Keys and values by the eager twin and by the kernel, into poisoned workspaces."""
-    first = layer.entries[0].stored
-    shape, dtype = (first.batch, first.heads, first.head_dim), first.dtype
-    device = next(iter(first.tensors.values())).device
-    live = torch.randn(2, shape[0], live_tokens, *shape[1:], device=device).to(dtype)
-    pieces = [entry.stored for entry in layer.entries] + [pack.span.RawBlock(*live)]
-    total = sum(piece.tokens for piece in pieces)
-    expected, actual = torch.full((2, 2, shape[0], total, *shape[1:]), float("nan"), dtype=dtype, device=device)
-    pack.operations.decode_layer(layer.method, pieces, *expected)
-    pack.decode.decode_layer(layer.method, pieces, *actual)
-    return expected, actual
 
 
 @pytest.mark.parametrize("head_dim", [48, 64, 80, 128, 256])

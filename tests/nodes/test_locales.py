@@ -11,7 +11,7 @@ pytestmark = pytest.mark.host
 
 LANGUAGES = ("en", "ja", "zh")
 TRANSLATED = ("ja", "zh")
-FILES = ("main.json", "nodeDefs.json")
+FILES = ("main.json", "nodeDefs.json", "settings.json")
 HELP_PAGES = sorted((ROOT / "web" / "docs").glob("*/*.md"))
 # The editor's message format gives these a meaning of their own: list, link, plural.
 SYNTAX = re.compile(r"[{}@|]")
@@ -63,6 +63,29 @@ def test_no_text_means_something_to_the_message_format(language, name):
     assert [path for path in paths(tree) if SYNTAX.search(text_at(tree, path))] == []
 
 
+@pytest.mark.parametrize("name", ("main.json", "settings.json"))
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_the_panel_and_the_settings_speak_every_language(language, name):
+    english, theirs = read("en", name), read(language, name)
+    assert paths(theirs) == paths(english)
+    if name == "settings.json":
+        assert not [path for path in paths(theirs) if text_at(theirs, path).isascii()]
+
+
+def test_settings_say_in_english_what_the_code_says():
+    """The page shows the code's words until the locale has arrived."""
+    code = (ROOT / "web" / "js" / "settings.js").read_text(encoding="utf-8")
+    for key, entry in read("en", "settings.json").items():
+        assert f'"{key.replace("_", ".")}"' in code
+        assert f'"{entry["name"]}"' in code and f'"{entry["tooltip"]}"' in code
+
+
+def test_every_text_that_the_page_asks_for_is_there():
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web" / "js").glob("*.js"))
+    asked = set(re.findall(r"\btext\(\"(\w+)\"\)", code))
+    assert len(asked) > 8 and asked <= read("en", "main.json")["quantwm"].keys()
+
+
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_translations_keep_choices_and_are_translated(texts, language):
     tree = read(language)
@@ -95,8 +118,9 @@ def test_names_tell_nodes_and_inputs_apart(language):
         assert len(set(inputs)) == len(inputs), node_id
 
 
-def test_every_node_has_a_chinese_help_page(texts):
-    assert {page.parent.name for page in HELP_PAGES if page.stem == "zh"} == texts.keys()
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_every_node_has_a_help_page(texts, language):
+    assert {page.parent.name for page in HELP_PAGES if page.stem == language} == texts.keys()
 
 
 @pytest.mark.parametrize("page", HELP_PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")

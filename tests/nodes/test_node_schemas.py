@@ -28,6 +28,7 @@ INPUTS = {
         "backend",
         "jensen",
         "bit_overrides",
+        "preset",
     ],
     "QuantWMApply": ["model", "settings"],
     "QuantWMCacheStats": ["cache", "after"],
@@ -36,7 +37,7 @@ INPUTS = {
     "QuantWMTinyWorldConditioning": CAMERA,
     "QuantWMTinyWorldSeed": ["model", "vae", "world_seed", *CAMERA, "seed_frames", "length"],
     "QuantWMCompare": ["reference", "compared", "difference_gain", "reference_name", "compared_name"],
-    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory"],
+    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory", "solver"],
     "QuantWMMemory": ["retrieval", "blocks", "bank_blocks", "keep", "bank_device"],
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
@@ -66,8 +67,9 @@ INPUTS |= {
         "height",
         "window",
         "sink",
+        "negative",
     ],
-    "QuantWMPlanner": ["model", "width", "height", "length", "frames_per_block", "budget"],
+    "QuantWMPlanner": ["model", "width", "height", "length", "frames_per_block", "budget", "guidance"],
 }
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
@@ -88,7 +90,7 @@ OUTPUTS |= {
     "QuantWMLongCatScheduler": ["SIGMAS"],
     "QuantWMBudget": ["QUANTWM_SETTINGS"],
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
-    "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
+    "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT", "CONDITIONING"],
     "QuantWMPlanner": ["QUANTWM_SETTINGS", "STRING", "IMAGE"],
 }
 NAMES = {
@@ -113,11 +115,11 @@ NAMES |= {
     "QuantWMLingBotConditioning": "LingBot Conditioning",
     "QuantWMPlanner": "Memory Planner",
 }
-KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", ""]
+KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", "", "custom"]
 ADVANCED = {
-    "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:],
+    "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:-1],
     "QuantWMLoadWorldModel": ["weight_dtype"],
-    "QuantWMWorldSampler": ["context_noise"],
+    "QuantWMWorldSampler": ["context_noise", "solver"],
     "QuantWMLingBotConditioning": ["window", "sink"],
     "QuantWMMemory": ["bank_device"],
 }
@@ -145,6 +147,7 @@ def test_kv_cache_values(schemas):
     assert by_id["cache_device"].options == ["gpu", "cpu"]
     assert by_id["backend"].options == ["auto", "triton", "torch"]
     assert by_id["jensen"].options == ["off", "exact", "second-order"]
+    assert by_id["preset"].options == ["balanced", "smallest", "best quality", "paper", "custom"]
 
 
 def test_optional_inputs_come_last(schemas):

@@ -43,6 +43,22 @@ def test_kv_cache_makes_settings(node):
     assert (settings.jensen, later.jensen) == ("off", "exact")
 
 
+def test_a_preset_decides_over_the_other_inputs(node):
+    execute = node("kv_cache", "QuantWMKVCache").execute
+    (settings,) = execute(key_bits="8", value_bits="8", method="kivi", backend="torch", preset="best quality").args
+    assert (settings.method, settings.key_bits, settings.value_bits, settings.backend) == ("quantwm", 4, 4, "torch")
+    (settings,) = execute(key_bits="8", value_bits="8", method="kivi", preset="custom").args
+    assert (settings.method, settings.key_bits) == ("kivi", 8)
+
+
+def test_a_page_gets_presets_as_its_widgets_hold_them(node):
+    inputs = {entry.id: entry for entry in node("kv_cache", "QuantWMKVCache").define_schema().inputs}
+    for values in inputs["preset"].as_dict()["presets"].values():
+        for name, value in values.items():
+            options = getattr(inputs[name], "options", None)
+            assert value in options if options else type(value) is type(inputs[name].default), name
+
+
 def test_kv_cache_refuses_a_group_size_on_the_node(node):
     kv_cache = node("kv_cache", "QuantWMKVCache")
     assert kv_cache.validate_inputs(group_size=64) is True

@@ -327,7 +327,7 @@ def test_prompts_without_a_history():
 @pytest.mark.parametrize("method", ["quantwm-paper", "quantwm"])
 def test_queries_of_a_prefilled_block_were_asked_before_it(method):
     """The published method takes them for those of earlier spans, and corrects its first span; nothing is kept."""
-    cache = WorldCache(CacheSettings(method), CacheGeometry(1, 2, 64), prefill_tokens=36)
+    cache = WorldCache(CacheSettings(method), CacheGeometry(1, 2, 64), prefilled=True)
     layer = cache.layers[0]
     layer.append(normal(1, 36, 2, 64), normal(1, 36, 2, 64, seed=1), normal(1, 9, 2, 64, seed=2))
     cache.commit(0)

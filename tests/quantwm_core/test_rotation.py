@@ -1,6 +1,7 @@
 """Keys that are stored before RoPE, against plain float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from quantwm_core import CacheGeometry, CacheSettings, LayerCache, WorldCache
 from quantwm_core.codec.psac import decode_coefficients_int4
 from quantwm_core.head_groups import HeadGroups
 from quantwm_core.inspection import inspect_file
+from quantwm_core.jensen import key_bias
 from quantwm_core.methods import LayerState, build_method
 from quantwm_core.query_stats import QueryStats, second_moment
 from quantwm_core.rotation import Rotation, check_rotation, joined_rotation
@@ -103,7 +105,7 @@ def test_correction_is_kept_and_added_after_rope(method):
     span = chosen.encode(k, v, QueryStats(moment, moment, rotation), LayerState())
     basis = span.tensors["k_psac_u"][0, 0].double()
     silent = {**span.tensors, "k_psac_u": torch.zeros_like(span.tensors["k_psac_u"])}
-    without = chosen.decode(PackedSpan(**{**vars(span), "tensors": silent}))[0][0, :, 0].double()
+    without = chosen.decode(replace(span, tensors=silent))[0][0, :, 0].double()
     corrected = chosen.decode(span)[0][0, :, 0].double()
     wanted = (plain_rope(k, rotation)[0, :, 0] - without) @ basis
     kept = (corrected - without) @ torch.linalg.pinv(basis.T)
@@ -234,8 +236,6 @@ def test_mean_keys_are_those_that_queries_meet():
 @pytest.mark.parametrize("method", ["quantwm", "quantwm-paper", "rtn", "qvg"])
 def test_second_order_correction_holds_under_rotation(method):
     """Averaged over noise spread evenly over each step before RoPE, exp(error of the logit - b) is 1."""
-    from quantwm_core.jensen import key_bias
-
     tokens, width = 24, 32
     rotation, k = rope(tokens, width, first=3), normal(1, tokens, 1, width)
     s = CacheSettings(method=method, jensen="second-order", group_size=16, rank=2)
@@ -269,6 +269,19 @@ def test_what_cannot_work_is_refused():
         layer.append(*(normal(1, 10, 2, 32),) * 3, rotation=rope(9, 32))
     with pytest.raises(ValueError, match="float32"):
         Rotation(torch.zeros(3, 4), torch.zeros(3, 4).double())
+
+
+def test_a_method_that_forgets_the_rotation_is_refused(monkeypatch):
+    layer = LayerCache(CacheSettings(method="rtn"), build_method(CacheSettings(method="rtn")))
+    encode = type(layer.method).encode
+
+    def forgetful(*arguments):
+        return replace(encode(*arguments), rotation=None)
+
+    monkeypatch.setattr(type(layer.method), "encode", forgetful)
+    layer.append(*(normal(1, 10, 2, 32),) * 3, rotation=rope(10, 32))
+    with pytest.raises(ValueError, match="method 'rtn' forgot the rotation"):
+        layer.commit()
 
 
 def test_spans_take_their_rotation_along(tmp_path):

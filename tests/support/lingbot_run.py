@@ -37,14 +37,14 @@ def run(
     model,
     version: case.Version,
     seed: int = case.RUN_SEED,
-    cfg: float = 1.0,
+    cfg: float | None = None,
     sampler=None,
     callback: Callable | None = None,
     **changes,
 ) -> torch.Tensor:
     """Latents of a run through the host's guider and sampler, in the network's normalisation `[16, T, H, W]`.
 
-    `changes` replaces what the conditioning carries.
+    `changes` replaces what both conditionings carry; `cfg` is the version's where it is None.
     """
     import comfy.samplers
 
@@ -56,15 +56,16 @@ def run(
         lingbot.WINDOW_KEY: lingbot.AttentionWindow(version.window, version.sink) if version.window else None,
     } | changes
     guider = comfy.samplers.CFGGuider(model)
-    guider.set_conds([[case.text(), settings]], [[case.text(), settings]])
-    guider.set_cfg(cfg)
+    guider.set_conds([[case.text(), settings]], [[case.negative_text(), settings]])
+    guider.set_cfg(version.cfg if cfg is None else cfg)
+    sigmas = lingbot.path_sigmas(version.steps) if version.steps else lingbot.few_step_sigmas(version.indices)
     sampler = sampler or comfy.samplers.ksampler("ar_video", {"num_frame_per_block": version.block})
     with torch.inference_mode():
         out = guider.sample(
             case.noise(frames),
             torch.zeros(1, 16, frames, case.HEIGHT, case.WIDTH),
             sampler,
-            torch.tensor(lingbot.few_step_sigmas(version.indices)),
+            torch.tensor(sigmas),
             disable_pbar=True,
             callback=callback,
             seed=seed,

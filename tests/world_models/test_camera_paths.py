@@ -148,7 +148,13 @@ def changed(frame, row, column, value):
         (changed(6, 0, 0, 1.5), None, "that of frame 6 is off by 1.25"),
         (changed(2, 1, 1, -1), None, "that of frame 2 is off by 2 .*mirroring"),
         (np.array([{"a": 1}]), None, "poses.npy is no plain NumPy array"),
-        (np.array(["a"]), None, "poses.npy must be an array of numbers"),
+        (np.array(["a"]), None, "poses.npy must be an array of real numbers"),
+        (EYES.astype(complex), None, "poses.npy must be an array of real numbers"),
+        (EYES.astype(bool), None, "poses.npy must be an array of real numbers"),
+        (EYES[:0], None, r"got \[0, 4, 4\]"),
+        (EYES, np.zeros((0, 4)), r"shape \[frames, 4\]; got \[0, 4\]"),
+        (EYES, np.tile(np.eye(3), (9, 1, 1)), r"shape \[frames, 4\]; got \[9, 3, 3\]"),
+        (EYES, np.array([[960.0, 960, 960, 540]]), "axis must meet the picture; got cx, cy = 960, 540.*832 x 480"),
         (EYES, np.ones((9, 3)), r"intrinsics.npy .* shape \[frames, 4\]; got \[9, 3\]"),
         (EYES, np.zeros((9, 4)), r"positive focal lengths; got \[0.0, 0.0, 0.0, 0.0\]"),
     ],
@@ -156,6 +162,24 @@ def changed(frame, row, column, value):
 def test_wrong_files(paths, tmp_path, poses, intrinsics, message):
     with pytest.raises(ValueError, match=message):
         paths.from_files(save(tmp_path, poses, intrinsics), 9, 90.0)
+
+
+@pytest.mark.parametrize("content", [b"no array", b"", b"\x93NUMPY"])
+def test_files_that_are_no_arrays(paths, tmp_path, content):
+    """The remedy is not NumPy's, which is to run what a pickle holds."""
+    (tmp_path / "poses.npy").write_bytes(content)
+    with pytest.raises(ValueError, match="poses.npy is no plain NumPy array, or not all of it") as caught:
+        paths.from_files(tmp_path, 9, 90.0)
+    assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("far", [1e7, 1e30])
+def test_small_steps_far_from_the_origin_are_not_lost(lingbot, paths, far):
+    """Coordinates of a map: steps of a few centimetres at 10,000 km, and more than float32 can hold."""
+    poses = np.tile(np.eye(4), (9, 1, 1))
+    poses[:, 2, 3] = far + np.linspace(0, 1, 9) ** 2 * max(1.0, far * 1e-12)
+    relative = lingbot.latent_camera(lingbot.CameraPath(poses, (416.0, 416.0, 416.0, 240.0)), 9, 3).poses
+    assert relative[:, 2, 3].tolist() == pytest.approx([0, 1 / 3, 1], abs=1e-2)
 
 
 def test_a_camera_that_stands_still_divides_by_nothing(lingbot, paths):

@@ -61,6 +61,13 @@ class LatentCamera:
         origins = poses[:, :3, 3, None, None].expand_as(turned)
         return torch.cat((origins, turned), dim=1)
 
+    def chained(self) -> torch.Tensor:
+        """Where each latent frame stands and looks, from the first one: float64 `[T, 4, 4]`."""
+        chained = self.poses.double().cpu().clone()
+        for frame in range(1, len(chained)):
+            chained[frame] = chained[frame - 1] @ chained[frame]
+        return chained
+
 
 def latent_camera(path: CameraPath, frames: int, latents: int) -> LatentCamera:
     """The first `frames` poses of a path, spread evenly over `latents` latent frames, each relative to the one before.
@@ -68,7 +75,8 @@ def latent_camera(path: CameraPath, frames: int, latents: int) -> LatentCamera:
     When the latent frames were cut to whole blocks, `frames` is still the count before: the path is stretched, not cut.
     """
     poses = resample(path.poses[:frames], latents)
-    return LatentCamera(relative_poses(torch.from_numpy(poses).float()), path.intrinsics)
+    # Steps are small beside coordinates: they are told apart in float64.
+    return LatentCamera(relative_poses(torch.from_numpy(poses)).float(), path.intrinsics)
 
 
 def resample(poses: np.ndarray, count: int) -> np.ndarray:
@@ -146,6 +154,11 @@ def check_intrinsics(values: tuple[float, ...]) -> None:
         raise ValueError(
             f"intrinsics must be four numbers fx, fy, cx, cy with positive focal lengths; got {list(values)}. "
             "Give them in pixels of an 832 x 480 picture."
+        )
+    if not (0 <= values[2] <= REFERENCE_WIDTH and 0 <= values[3] <= REFERENCE_HEIGHT):
+        raise ValueError(
+            f"the camera's axis must meet the picture; got cx, cy = {values[2]:g}, {values[3]:g}. Intrinsics are in "
+            "pixels of an 832 x 480 picture, whatever the size of the video: scale those of another size."
         )
 
 

@@ -13,12 +13,14 @@ import torch
 from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
 
 from ..assembling import assembled
+from .camera import LatentCamera
 from .network import LingBotModel
 from .schedule import LEVELS, SHIFT, denoise_levels
 from .window import AttentionWindow
 
 CAMERA_KEY = "quantwm_camera"
 WINDOW_KEY = "quantwm_window"
+SOLVER_KEY = "quantwm_solver"
 
 
 class LingBotSampling(ModelSamplingDiscreteFlow, CONST):
@@ -31,9 +33,19 @@ class LingBotSampling(ModelSamplingDiscreteFlow, CONST):
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
         return (sigma * self.multiplier).floor().clamp(max=LEVELS - 1)
 
-    def calculate_denoised(self, sigma, model_output, model_input) -> torch.Tensor:
+    def prediction_level(self, sigma: torch.Tensor) -> torch.Tensor:
+        """The level by which a prediction is undone: one of those that share a timestep stands for all."""
         level = self.denoise_levels.to(sigma)[self.timestep(sigma).long()]
-        return super().calculate_denoised(torch.where(level.isnan(), sigma, level), model_output, model_input)
+        return torch.where(level.isnan(), sigma, level)
+
+    def calculate_denoised(self, sigma, model_output, model_input) -> torch.Tensor:
+        return super().calculate_denoised(self.prediction_level(sigma), model_output, model_input)
+
+    def noise_scaling(self, sigma, noise, latent_image, max_denoise=False) -> torch.Tensor:
+        """A run begins with noise alone, also at the highest level of training, which is a little below 1."""
+        if float(sigma) >= float(self.denoise_levels[-1]):
+            return noise
+        return super().noise_scaling(sigma, noise, latent_image, max_denoise)
 
 
 class LingBotWorld(comfy.model_base.WAN21):
@@ -63,7 +75,21 @@ class LingBotWorld(comfy.model_base.WAN21):
 
 def window_of(conds: dict[str, list[dict]]) -> AttentionWindow | None:
     """The window that a guider's conditionings carry, if any does."""
-    return next((cond[WINDOW_KEY] for group in conds.values() for cond in group if cond.get(WINDOW_KEY)), None)
+    return _carried(conds, WINDOW_KEY)
+
+
+def camera_of(conds: dict[str, list[dict]]) -> LatentCamera | None:
+    """The camera that a guider's conditionings carry, if any does."""
+    return _carried(conds, CAMERA_KEY)
+
+
+def solver_of(conds: dict[str, list[dict]]) -> str | None:
+    """The solver that a guider's conditionings ask for, if any does."""
+    return _carried(conds, SOLVER_KEY)
+
+
+def _carried(conds: dict[str, list[dict]], key: str) -> Any:
+    return next((cond[key] for group in conds.values() for cond in group if cond.get(key)), None)
 
 
 class LingBotConfig(comfy.supported_models.WAN21_CausalAR_T2V):

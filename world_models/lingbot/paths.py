@@ -121,7 +121,7 @@ def from_files(folder: Path, frames: int, fov: float) -> CameraPath:
     intrinsics = intrinsics_for_fov(fov)
     if (folder / INTRINSICS_FILE).is_file():
         rows = np.atleast_2d(_array(folder / INTRINSICS_FILE))
-        if rows.ndim != 2 or rows.shape[1] != 4:
+        if rows.ndim != 2 or rows.shape[1] != 4 or not len(rows):
             raise ValueError(
                 f"{INTRINSICS_FILE} in {folder.name!r} must hold fx, fy, cx, cy a frame, shape [frames, 4]; "
                 f"got {list(rows.shape)}."
@@ -134,9 +134,10 @@ def _array(file: Path) -> np.ndarray:
     try:
         array = np.load(file, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{file.name} is no plain NumPy array ({error}). Save it with numpy.save.") from error
-    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.number):
-        raise ValueError(f"{file.name} must be an array of numbers. Save it with numpy.save.")
+        # NumPy's own words would advise to run what a pickle holds.
+        raise ValueError(f"{file.name} is no plain NumPy array, or not all of it. Save it with numpy.save.") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
+        raise ValueError(f"{file.name} must be an array of real numbers. Save it with numpy.save.")
     return array.astype(np.float64)
 
 

@@ -198,7 +198,8 @@ class LongCatRun:
             metrics,
             self._method,
             self._block_committed,
-            prefill_tokens=self._tokens,
+            block=self._tokens,
+            prefilled=True,
         )
         return PackedCache(cache, self._probe)
 

@@ -1,0 +1,87 @@
+"""Languages change what is read, never what is saved; settings are there, in words of the language."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from benchmarks.host import ROOT
+
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+KIND = "QuantWMKVCache"
+
+
+def read(language: str, name: str) -> dict:
+    return json.loads((ROOT / "locales" / language / name).read_text(encoding="utf-8"))
+
+
+def saved(page: Page, workflow: dict) -> dict:
+    """What the editor saves of a workflow that it has just loaded; where the view stood is no part of it."""
+    page.evaluate("workflow => app.loadGraphData(workflow)", workflow)
+    graph = page.evaluate("app.graph.serialize()")
+    graph["extra"].pop("ds", None)
+    return graph
+
+
+def without_labels(graph: dict) -> dict:
+    """The graph without what ComfyUI writes beside each socket for people: its name in the language of the moment."""
+    if isinstance(graph, list):
+        return [without_labels(entry) for entry in graph]
+    if isinstance(graph, dict):
+        return {name: without_labels(entry) for name, entry in graph.items() if name != "localized_name"}
+    return graph
+
+
+def input_label(page: Page, name: str) -> str:
+    return page.evaluate(
+        """([kind, name]) => {
+            const node = app.graph.nodes.find(node => node.type === kind);
+            return node.widgets.find(widget => widget.name === name).label ?? name;
+        }""",
+        [KIND, name],
+    )
+
+
+def test_saved_workflows_are_the_same_in_all_languages(open_page):
+    page = open_page({})
+    first = graphs = [saved(page, json.loads(path.read_text())) for path in WORKFLOWS]
+    for language in ("zh", "ja", "en"):
+        page = open_page({"Comfy.Locale": language})
+        graphs = [saved(page, graph) for graph in graphs]
+        assert without_labels(graphs) == without_labels(first), language
+        label = read(language, "nodeDefs.json")[KIND]["inputs"]["key_bits"]["name"]
+        assert input_label(page, "key_bits") == label
+    assert graphs == first
+
+
+def test_switching_without_reloading_leaves_the_graph_alone(page, screenshot):
+    first = saved(page, json.loads(WORKFLOWS[-1].read_text()))
+    prompt = page.evaluate("app.graphToPrompt().then(prompt => prompt.output)")
+    for language in ("zh", "en"):
+        page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", language)
+        page.wait_for_timeout(1000)
+        now = page.evaluate("app.graph.serialize()")
+        now["extra"].pop("ds", None)
+        assert without_labels(now) == without_labels(first), language
+        assert page.evaluate("app.graphToPrompt().then(prompt => prompt.output)") == prompt
+        screenshot(f"language-{language}")
+    assert now == first
+
+
+@pytest.mark.parametrize("language", ["en", "zh", "ja"])
+def test_settings_page(open_page, language):
+    page = open_page({"Comfy.Locale": language})
+    page.evaluate("app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+    page.get_by_role("dialog").get_by_text("QuantWM", exact=True).first.click()
+    for entry in read(language, "settings.json").values():
+        expect(page.get_by_role("dialog").get_by_text(entry["name"], exact=True)).to_be_visible()
+    page.screenshot(path=ROOT / "out" / f"browser-settings-{language}.png")
+
+
+@pytest.mark.parametrize("language", ["zh", "ja"])
+def test_panel_speaks_the_language(open_page, language):
+    page = open_page({"Comfy.Locale": language})
+    page.evaluate("app.graph.add(LiteGraph.createNode('QuantWMCacheStats'))")
+    expect(page.locator(".quantwm-panel")).to_have_text(read(language, "main.json")["quantwm"]["empty"])
