@@ -47,6 +47,8 @@ GEOMETRIES = (
     Geometry("causal-forcing-480p", 30, 12, 128, (3 * 1560,) * 8, 2),
     Geometry("lingbot-v2-480p", 40, 40, 128, (4 * 1560,) * 4 + (2 * 1560,), 1),
     Geometry("lingbot-v2-480p-rolling", 40, 40, 128, (4 * 1560,) * 12, 1, window=18 * 1560, sink=6 * 1560),
+    # While codebooks of three ages are in reach, which is as much as there ever are.
+    Geometry("lingbot-v2-480p-rolling-8", 40, 40, 128, (4 * 1560,) * 8, 1, window=18 * 1560, sink=6 * 1560),
     Geometry("hy-5b-720p", 30, 24, 256, (4 * 880,) * 4, 2),
     Geometry("matrix-game-2", 30, 12, 128, (3 * 880,) * 8, 4),
 )

@@ -1,7 +1,7 @@
 """What packing costs in the picture: the tiny world in the real host, each method against full precision.
 
     python -m benchmarks.quality [--json FILE] [--quick] [--worlds N] [--seeds N] [--given N] [--methods NAME ...]
-                                 [--ablations] [--docs FILE] [--from JSON ...]
+                                 [--ablations] [--docs FILE] [--from JSON ...] [--workers N]
 
 Each world is given 21 true frames (a whole turn) and goes on for 15; the figures compare those 15 with the rollout on
 an uncompressed cache (psnr, ssim, flicker) and with the true views that come back (revisit_psnr). Intervals are 95 %,
@@ -9,6 +9,7 @@ over worlds and seeds. top1_shift, logit_mse and attention_error compare attenti
 on true keys and values, in one more rollout of the first seed that goes on with the true ones (teacher-forced).
 
 --docs writes the tables as a page; with --from it does so from the files of earlier runs, and measures nothing.
+--workers shares the rows out among processes, and those among the GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -131,6 +136,7 @@ def measure(variant: Variant, worlds: Worlds, references: list[torch.Tensor]) ->
         "revisit_psnr_mean": _mean(revisit),
         "revisit_psnr_ci95": _ci95(revisit),
         "top1_shift": round(probe.top1_shift, 4),
+        "top1_shift_ci95": _ci95(probe.top1_shift_each()),
         "logit_mse": round(probe.logit_mse, 5),
         "attention_error": round(probe.attention_error, 5),
         "by_head": {name: _rounded(layers) for name, layers in probe.by_head().items()},
@@ -189,11 +195,12 @@ def run(arguments: argparse.Namespace) -> dict:
     """Measure all wanted rows; the document that goes to JSON. It is written after each row, if anywhere."""
     count, seeds = (2, 1) if arguments.quick else (arguments.worlds, arguments.seeds)
     worlds = prepare([1000 + i for i in range(count)], arguments.given)
+    # A GPU's first run can differ from all later ones in the last bits.
+    sample(worlds, worlds.model, 0)
     references = [worlds.decode(sample(worlds, worlds.model, seed)) for seed in range(seeds)]
-    variants = (QUICK if arguments.quick else VARIANTS) + (ABLATIONS if arguments.ablations else ())
     about = {"arguments": _arguments(arguments), "worlds": count, "seeds": seeds, "given": arguments.given}
     rows, measured = [], {}
-    for variant in (v for v in variants if v.method in (arguments.methods or METHODS)):
+    for variant in wanted(arguments):
         known = measured.get(variant.measured)
         row = known or measured.setdefault(variant.measured, measure(variant, worlds, references))
         rows.append({**row, "variant": variant.name, "series": variant.series})
@@ -203,6 +210,49 @@ def run(arguments: argparse.Namespace) -> dict:
     print(f"\n{count} worlds x {seeds} seeds")
     print_table(rows, COLUMNS)
     return document("benchmarks.quality", rows, **about)
+
+
+def wanted(arguments: argparse.Namespace) -> list[Variant]:
+    """The rows asked for, in order; of a worker's part those that it measures."""
+    variants = (QUICK if arguments.quick else VARIANTS) + (ABLATIONS if arguments.ablations else ())
+    chosen = [v for v in variants if v.method in (arguments.methods or METHODS)]
+    part, parts = arguments.part or (1, 1)
+    mine = list(dict.fromkeys(v.measured for v in chosen))[part - 1 :: parts]
+    return [v for v in chosen if v.measured in mine]
+
+
+def run_workers(arguments: argparse.Namespace) -> dict:
+    """The same document from several processes; their own files stay beside it where it is written."""
+    count, gpus = arguments.workers, torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [Path(arguments.json.parent if arguments.json else scratch, f"part-{i + 1}.json") for i in range(count)]
+        workers = []
+        for i, file in enumerate(files):
+            place = {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus > 1 else {}
+            words = [*_arguments(arguments).split(), "--part", str(i + 1), str(count), "--json", str(file)]
+            command = [sys.executable, "-m", "benchmarks.quality", *words]
+            workers.append(subprocess.Popen(command, env=os.environ | place))
+        codes = [worker.wait() for worker in workers]
+        if any(codes):
+            raise SystemExit("benchmarks.quality: a worker failed; what it printed stands above.")
+        documents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    joined = documents[0] | {"rows": in_order([row for d in documents for row in d["rows"]], wanted(arguments))}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(joined, indent=1) + "\n", encoding="utf-8")
+    print_table(joined["rows"], COLUMNS)
+    return joined
+
+
+def in_order(rows: list[dict], variants: list[Variant]) -> list[dict]:
+    """Rows of several workers in the order of their variants."""
+
+    def place(row: dict) -> int:
+        # A row that packs nothing says 16 bits, whatever its variant says.
+        same = [v for v in variants if (v.method, v.name, v.series) == (row["method"], row["variant"], row["series"])]
+        exact = [v for v in same if (v.key_bits, v.value_bits) == (row["key_bits"], row["value_bits"])]
+        return variants.index((exact or same)[0])
+
+    return sorted(rows, key=place)
 
 
 def _arguments(arguments: argparse.Namespace) -> str:
@@ -221,12 +271,14 @@ def main() -> None:
     options.add_argument("--methods", nargs="+", help="only rows of these methods")
     options.add_argument("--ablations", action="store_true", help="also the rows that take methods apart")
     options.add_argument("--docs", type=Path, metavar="FILE", help="also write the tables as a page, docs/quality.md")
+    options.add_argument("--workers", type=int, default=1, help="processes to share the rows out among")
+    options.add_argument("--part", type=int, nargs=2, metavar=("I", "N"), help=argparse.SUPPRESS)
     options.add_argument("--from", dest="earlier", nargs="+", type=Path, metavar="JSON", help="measure nothing")
     arguments = options.parse_args()
     if arguments.earlier and not arguments.docs:
         options.error("--from takes rows of earlier runs to write --docs FILE from them; name that file.")
     earlier = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.earlier or ()]
-    documents = earlier or [run(arguments)]
+    documents = earlier or [run_workers(arguments) if arguments.workers > 1 else run(arguments)]
     if arguments.docs:
         write_page(arguments.docs, documents)
 

@@ -18,7 +18,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("SSIM", lambda row: _interval(row, "ssim", 3)),
     ("flicker", lambda row: _number(row, "flicker", 2)),
     ("true view, dB", lambda row: _interval(row, "revisit_psnr", 1)),
-    ("top-1 shift", lambda row: _number(row, "top1_shift", 1, " %", 100)),
+    ("top-1 shift, %", lambda row: _shift(row)),
     ("logit MSE", lambda row: _number(row, "logit_mse", 4)),
     ("attention error", lambda row: _number(row, "attention_error", 2, " %", 100)),
     ("encode, s", lambda row: _number(row, "encode_seconds", 2)),
@@ -116,6 +116,13 @@ def _name(row: Row) -> str:
 def _number(row: Row, key: str, digits: int, unit: str = "", factor: float = 1) -> str:
     value = row.get(key)
     return "" if value is None else f"{factor * value:.{digits}f}{unit}"
+
+
+def _shift(row: Row) -> str:
+    """Percent, with its interval where a run has one."""
+    half = row.get("top1_shift_ci95")
+    shift = _number(row, "top1_shift", 1, factor=100)
+    return shift if not shift or half is None or half != half else f"{shift} \u00b1 {100 * half:.1f}"
 
 
 def _interval(row: Row, name: str, digits: int) -> str:

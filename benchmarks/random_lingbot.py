@@ -32,7 +32,12 @@ def load(shape: WanShape, device: torch.device) -> Any:
         dtype=torch.bfloat16,
         operations=comfy.ops.disable_weight_init,
     )
-    return bare_module("world_models.lingbot").build(random_weights(network, device), metadata(shape), {})
+    weights = random_weights(network, device)
+    for name in weights:
+        # In a trained model these begin at zero; at full size they would multiply the stream in every block.
+        if "cam_" in name:
+            weights[name] *= 0.02
+    return bare_module("world_models.lingbot").build(weights, metadata(shape), {})
 
 
 def sample(model: Any, shape: WanShape, block: int, steps: int, seed: int = 0) -> torch.Tensor:

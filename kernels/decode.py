@@ -13,9 +13,11 @@ from triton.runtime.errors import TritonError
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
+from .decode_rivals import launch_rival
 from .launching import launch
+from .rows import copy_chunk, store_tile, turn, turn_chunk
 from .sizes import ceil_div, next_power
-from .tables import CHUNK, FIELDS, PieceTable, format_runs, piece_table
+from .tables import CHUNK, FIELDS, PieceTable, layer_tables
 from .tiles import (
     BITMAP,
     KEYS,
@@ -41,23 +43,14 @@ READABLE = {
     "device": OneOf(("cuda",)),
     "capability": Between((8, 0)),
     "dtype": OneOf((torch.bfloat16, torch.float16, torch.float32)),
-    "method": OneOf(("quantwm", "quantwm-paper", "rtn")),
+    "method": OneOf(("quantwm", "quantwm-paper", "rtn", "kivi", "qvg", "qvg-pro")),
     "head_dim": Between(16, 256),
 }
+# A larger Hadamard matrix does not fit a program's shared memory.
+ROTATED_BACK = READABLE | {"method": OneOf(("quarot",)), "head_dim": Between(16, 128)}
 # Bit pattern of 1.0; see tiles.lane.
 FLOAT_ONE = 0x3F800000
 FAILURES = (TritonError, RuntimeError)
-
-
-@triton.jit
-def copy_chunk(source, source_stride, target, target_stride, count, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
-    """Copy `count` rows of D channels."""
-    column = tl.arange(0, W)
-    for first in range(0, count, T):
-        token = first + tl.arange(0, T)
-        mask = (token < count)[:, None] & (column < D)[None, :]
-        x = tl.load(source + token[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
-        tl.store(target + token[:, None] * target_stride + column[None, :], x, mask=mask)
 
 
 @triton.jit
@@ -65,7 +58,7 @@ def decode_keys_chunk(
     row, first, count, head, target, target_stride, one,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
     R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr, SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr,
-    CHUNK_: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK_: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Keys of `count` tokens from `first` on, correction included.
 
@@ -93,7 +86,12 @@ def decode_keys_chunk(
             side, ahead, more, ids, D, W, BITS, GROUP, MIDRISE, BOOK, ZEROS_WIDTH, 0, ALIGNED
         )
         ids = fetch_ids(side, ahead + T, ahead + T < count, BOOK)
+        if RANK and not SPARSE:
+            # Before the arithmetic: the loop's end waits for what was read in it.
+            next_rows, next_unit = fetch_rows(correction, ahead, more, RANK, R, MIDRISE, ALIGNED)
         value = finish_side(side, code, scale, zero, centroid, one, W, T, BITS, GROUP, MIDRISE, BOOK, 0)
+        if ROTATED:
+            value = turn(row, first, local, valid, value, D, W, T)
         if RANK:
             if SPARSE:
                 # Where a row lies depends on how many tokens before it have one, so these are not read ahead.
@@ -103,7 +101,6 @@ def decode_keys_chunk(
                 before += tl.sum(kept, 0)
                 value += correct(correction, rows, unit, one, T, R, MIDRISE)
             else:
-                next_rows, next_unit = fetch_rows(correction, ahead, more, RANK, R, MIDRISE, ALIGNED)
                 value += correct(correction, rows, unit, one, T, R, MIDRISE)
                 rows, unit = next_rows, next_unit
         store_tile(target, target_stride, local, valid, value, D, W)
@@ -123,16 +120,6 @@ def kept_rows(bitmap, local, valid, sparse):
     """1 for tokens that have a row, int32 `[T]`; all have one where rows are dense."""
     byte = tl.load(bitmap + local // 8, mask=valid & sparse, other=255).to(tl.int32)
     return ((byte >> (local % 8)) & 1) & valid.to(tl.int32)
-
-
-@triton.jit
-def store_tile(target, stride, local, valid, value, D: tl.constexpr, W: tl.constexpr):
-    """Write `[T, W]` as rows of D channels."""
-    column = tl.arange(0, W)
-    mask = valid[:, None]
-    if D < W:
-        mask = mask & (column < D)[None, :]
-    tl.store(target + local[:, None] * stride + column[None, :], value.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -169,7 +156,7 @@ def decode_kernel(
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr,
     SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr,
-    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr,
+    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One program: up to CHUNK tokens of one head's keys or values, of a stored piece or (beyond them) the live block.
 
@@ -201,11 +188,14 @@ def decode_kernel(
             source = raw.to(tl.pointer_type(keys.dtype.element_ty))
             stride = tl.load(row + KEYS + RAW_S).to(tl.int32)
             source += batch * tl.load(row + KEYS + RAW_B) + first * stride + h * tl.load(row + KEYS + RAW_H)
-            copy_chunk(source, stride, keys + out, out_s, count, D, W, T)
+            if ROTATED:
+                turn_chunk(row, first, source, stride, keys + out, out_s, count, D, W, T)
+            else:
+                copy_chunk(source, stride, keys + out, out_s, count, D, W, T)
         else:
             decode_keys_chunk(
                 row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK,
-                SPARSE, ZEROS_WIDTH, CHUNK_, ALIGNED,
+                SPARSE, ZEROS_WIDTH, CHUNK_, ALIGNED, ROTATED,
             )  # fmt: skip
     else:
         raw = tl.load(row + VALUES + RAW)
@@ -228,8 +218,8 @@ def tile_width(head_dim: int) -> int:
 
 @lru_cache
 def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> dict:
-    """Compile-time constants for a format (see `tables.Format.numbers`); not to be changed."""
-    key_bits, value_bits, group_size, rank, sparse, midrise, book = numbers
+    """Compile-time constants for a format (see `tables.Format.numbers`, but the last); not to be changed."""
+    key_bits, value_bits, group_size, rank, sparse, midrise, book, rotated = numbers
     groups = -(-head_dim // group_size)
     if key_bits == value_bits:
         # Zero-points of both sides stand next to each other without a gap.
@@ -254,6 +244,7 @@ def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> 
         "ALIGNED": aligned,
         "CHUNK_": CHUNK,
         "FIELD_COUNT": len(FIELDS),
+        "ROTATED": bool(rotated),
     }
 
 
@@ -265,31 +256,30 @@ def launch_shape(width: int) -> dict:
 @register("decode_layer", "triton", READABLE, failures=FAILURES)
 def decode_layer(method, pieces: Sequence[RawBlock | PackedSpan], keys: torch.Tensor, values: torch.Tensor) -> None:
     """Kernel twin of `quantwm_core.operations.decode_layer`: one launch for all pieces of a format."""
-    pieces = [on_device(piece, keys.device) for piece in pieces]
     last = pieces[-1]
     # The live block is new at every call; its address is an argument, so that the table stays as it is.
-    live = last if isinstance(last, RawBlock) else RawBlock(*keys.new_empty(2, keys.shape[0], 0, *keys.shape[2:]))
-    history = pieces[: len(pieces) - isinstance(last, RawBlock)]
-    *earlier, run = format_runs(history) or [[]]
+    is_live = isinstance(last, RawBlock) and last.rotation is None
+    live = last if is_live else RawBlock(*keys.new_empty(2, keys.shape[0], 0, *keys.shape[2:]))
+    *earlier, table = layer_tables(pieces[: len(pieces) - is_live], keys.device)
     start = 0
-    for pieces in earlier:
-        table = piece_table(pieces, keys.device)
-        launch_decode(table, nothing_of(live), keys[:, start:], values[:, start:])
-        start += table.tokens
+    for one in earlier:
+        launch_decode(one, nothing_of(live), keys[:, start:], values[:, start:])
+        start += one.tokens
     rest = (keys[:, start:], values[:, start:]) if start else (keys, values)
-    launch_decode(piece_table(run, keys.device), live, *rest)
+    launch_decode(table, live, *rest)
+
+
+@register("decode_layer", "triton", ROTATED_BACK, failures=FAILURES)
+def decode_rotated_back(
+    method, pieces: Sequence[RawBlock | PackedSpan], keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """`decode_layer` for a method that needs a product with a whole matrix."""
+    decode_layer(method, pieces, keys, values)
 
 
 def nothing_of(live: RawBlock) -> RawBlock:
     """No tokens, in the shape of `live`: where only stored pieces are to be decoded."""
     return RawBlock(live.k[:, :0], live.v[:, :0])
-
-
-def on_device(piece: RawBlock | PackedSpan, device: torch.device) -> RawBlock | PackedSpan:
-    """The piece itself, or a copy when it is kept elsewhere."""
-    if isinstance(piece, RawBlock) or next(iter(piece.tensors.values())).device == device:
-        return piece
-    return piece.to(device)
 
 
 def launch_decode(
@@ -319,7 +309,7 @@ def _(rows, tiles, k, v, keys, values, numbers):
 
 
 def _launch(rows, tiles, k, v, keys, values, numbers):
-    tokens, origin, aligned, *form = numbers
+    tokens, origin, aligned, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
     grid = (2 * heads, len(tiles) + ceil_div(k.shape[1], CHUNK), batch)
@@ -327,4 +317,7 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
         keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
     )  # fmt: skip
-    launch(decode_kernel, grid, arguments, **constants, **launch_shape(constants["W"]))
+    if family:
+        launch_rival(constants, family, grid, arguments)
+    else:
+        launch(decode_kernel, grid, arguments, **constants, **launch_shape(constants["W"]))

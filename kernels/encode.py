@@ -12,7 +12,7 @@ import torch
 
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.codec.codebook import Codebook
-from ..quantwm_core.codec.feedback import feedback_matrix
+from ..quantwm_core.codec.feedback import feedback_matrix, packed_weights, unpacked_weights
 from ..quantwm_core.methods import LayerState, QuantWM
 from ..quantwm_core.methods.quantwm import (
     KEY_TOKENS_PER_CENTROID,
@@ -22,6 +22,7 @@ from ..quantwm_core.methods.quantwm import (
     key_basis,
     key_directions,
     key_feedback,
+    key_metric,
 )
 from ..quantwm_core.query_stats import QueryStats
 from ..quantwm_core.span import PackedSpan
@@ -35,6 +36,8 @@ from .statistics import LARGEST_RANK, WIDEST, feedback_weights, leading_eigenvec
 MOST_CANDIDATES = 8
 # Rounding and ties make the two encoders differ by a tenth of a percent on long spans, by a few on very short ones.
 TOLERANCE = 1.25
+# What an instance of the method consists of.
+PARTS = tuple(field.name for field in fields(QuantWM))
 _checked: set[tuple] = set()
 
 
@@ -58,9 +61,12 @@ class MultipleOf:
 class FusedQuantWM(QuantWM):
     """`QuantWM` with its two encoders on kernels; policy, layout and decoding are the method's own."""
 
-    def _steer(self, moment: torch.Tensor | None, rank: int, tokens: int, state: LayerState) -> KeySteering:
+    def _steer(
+        self, moment: torch.Tensor | None, rank: int, tokens: int, stats: QueryStats, state: LayerState
+    ) -> KeySteering:
         basis = key_basis(moment, rank, tokens, state, _directions)
-        return KeySteering(basis, _key_feedback(moment, basis) if moment is not None and self.feedback else None)
+        wanted = moment is not None and self.feedback
+        return KeySteering(basis, _key_feedback(moment, basis, stats) if wanted else None, stats.rotation)
 
     def _encode_keys(
         self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering, state: LayerState
@@ -72,7 +78,9 @@ class FusedQuantWM(QuantWM):
         state.learn("k_centroids", tokens, k_centroids=book.codes, k_centroids_grid=book.grid)
         matched = match(k, book, operands, s.key_bits, s.group_size, s.candidates)
         basis = steering.basis
-        tensors, raw, peaks = encode_residual("k", k, book, matched, s.key_bits, s.group_size, steering.feedback, basis)
+        tensors, raw, peaks = encode_residual(
+            "k", k, book, matched, s.key_bits, s.group_size, steering.feedback, basis, steering.rotation
+        )
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
         if basis is not None:
             tensors |= encode_coefficients(raw, peaks) | {"k_psac_u": basis}
@@ -89,9 +97,11 @@ class FusedQuantWM(QuantWM):
             book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
             operands = codebook_operands(book, None, v.dtype)
         if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
-            state.learn("v_feedback", tokens, v_feedback=_value_feedback(state.value_metric()))
+            state.learn("v_feedback", tokens, v_feedback=packed_weights(_value_feedback(state.value_metric())))
         matched = match(v, book, operands, s.value_bits, s.group_size)
         feedback = state.shared.get("v_feedback")
+        if feedback is not None:
+            feedback = unpacked_weights(feedback, v.shape[-1])
         tensors, _, _ = encode_residual("v", v, book, matched, s.value_bits, s.group_size, feedback)
         return tensors | {"v_centroids": book.codes, "v_centroids_grid": book.grid}
 
@@ -106,8 +116,12 @@ def _directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     return leading_eigenvectors(moment, rank) if fits else key_directions(moment, rank)
 
 
-def _key_feedback(moment: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
-    return feedback_weights(moment, basis) if moment.shape[-1] <= WIDEST else key_feedback(moment, basis)
+def _key_feedback(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats) -> torch.Tensor:
+    if moment.shape[-1] > WIDEST:
+        return key_feedback(moment, basis, stats)
+    if stats.rotation is None:
+        return feedback_weights(moment, basis)
+    return feedback_weights(key_metric(moment, basis, stats))
 
 
 def _value_feedback(metric: torch.Tensor) -> torch.Tensor:
@@ -131,18 +145,27 @@ def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryS
     """Pack keys and values `[B, S, H, D]` as `method.encode` does; the first span of a kind is checked against it."""
     # By heads the moment must lie in rows; it does, unless the caller cut it from another tensor.
     if stats.own is not None:
-        stats = QueryStats(stats.own.contiguous())
-    on_kernels = fused(method)
-    kind = (k.device, k.dtype, k.shape[2:], method.settings)
-    if kind not in _checked:
+        stats = QueryStats(stats.own.contiguous(), rotation=stats.rotation)
+    on_kernels = fused_for_call(method)
+    kind = (k.device, k.dtype, k.shape[2:], method.settings, stats.rotation is None)
+    if kind not in _checked and not torch.compiler.is_compiling():
         _check(on_kernels, method, k[:1], v[:1], stats, state)
         _checked.add(kind)
     return on_kernels.encode(k, v, stats, state)
 
 
-def fused(method: QuantWM) -> FusedQuantWM:
+def fused(method: QuantWM, kind: type[FusedQuantWM] = FusedQuantWM) -> FusedQuantWM:
     """The same method with its encoders on kernels."""
-    return FusedQuantWM(**{f.name: getattr(method, f.name) for f in fields(QuantWM)})
+    return kind(**{name: getattr(method, name) for name in PARTS})
+
+
+def fused_for_call(method: QuantWM) -> FusedQuantWM:
+    """The same, in stages that are operators while torch.compile traces the call."""
+    if torch.compiler.is_compiling():
+        from .operators import InGraph  # is built on this module
+
+        return fused(method, InGraph)
+    return fused(method)
 
 
 def _check(
@@ -155,19 +178,20 @@ def _check(
     Raises:
         WrongResult: when the kernels lose clearly more than plain PyTorch does.
     """
-    own = None if stats.own is None else stats.own[:1]
+    stats = QueryStats(None if stats.own is None else stats.own[:1], rotation=stats.rotation)
     metric = None if state.value_metric is None else state.value_metric()[: k.shape[2]]
     losses = []
     for encoder in (on_kernels, method):
         fresh = LayerState(None if metric is None else lambda: metric)
-        span = encoder.encode(k, v, QueryStats(own), fresh)
-        losses.append(_losses(method.decode(span), k, v, QueryStats(own)))
+        span = encoder.encode(k, v, stats, fresh)
+        losses.append(_losses(method.decode(span), k, v, stats))
     if not all(lost <= TOLERANCE * expected + 1e-30 for lost, expected in zip(*losses)):
         raise WrongResult(f"keys and values lose {losses[0]} where {losses[1]} is expected on this GPU and Triton")
 
 
 def _losses(decoded: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor, stats: QueryStats):
     """Error of keys under the queries' second moment (plain without one) and of values."""
-    error = (decoded[0].float() - k.float()).transpose(1, 2)
+    expected = k.float() if stats.rotation is None else stats.rotation.apply(k.float())
+    error = (decoded[0].float() - expected).transpose(1, 2)
     seen = error if stats.own is None else error @ stats.own
     return float((error * seen).sum()), float((decoded[1].float() - v.float()).square().sum())

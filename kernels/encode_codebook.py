@@ -26,6 +26,7 @@ from .encode_tiles import (
     round_to,
     with_index,
 )
+from .launching import launch
 from .sizes import ceil_div, next_power
 
 TILE = 64
@@ -220,18 +221,18 @@ def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None)
     sums, sizes = new(parts, n, count, width, dtype=torch.float32), new(parts, n, count, dtype=torch.float32)
     slices = (n, width // SLICE.value)
     book, grid = (middles, middles) if before is None else (before.codes, before.grid)
-    _start_kernel[slices](
-        x, book, grid, centroids, middles, points, bias, tokens, heads, count, *strides,
+    launch(
+        _start_kernel, slices, (x, book, grid, centroids, middles, points, bias, tokens, heads, count, *strides),
         D=width, KP=padded, WARM=before is not None, **SLICE_LAUNCH,
     )  # fmt: skip
     for _ in range(ITERATIONS if before is None else WARM_ITERATIONS):
-        _round_kernel[(n, parts, wide // channels)](
-            x, points, bias, sums, sizes, tokens, heads, count, sample, scatter_step(tokens), share, *strides,
+        launch(
+            _round_kernel, (n, parts, wide // channels),
+            (x, points, bias, sums, sizes, tokens, heads, count, sample, scatter_step(tokens), share, *strides),
             D=width, W=wide, C=channels, KP=padded, T=TILE, **_round_launch(padded),
         )  # fmt: skip
-        _update_kernel[slices](
-            centroids, middles, points, bias, sums, sizes, count, D=width, KP=padded, PARTS=parts, **SLICE_LAUNCH
-        )
+        arguments = (centroids, middles, points, bias, sums, sizes, count)
+        launch(_update_kernel, slices, arguments, D=width, KP=padded, PARTS=parts, **SLICE_LAUNCH)
     return centroids
 
 
@@ -276,9 +277,12 @@ def _operands(
     bias = new(n, width // SLICE.value, count, dtype=torch.float32)
     result = Operands(new(n, count, width, dtype=dtype), bias, new(n, width, dtype=torch.float32))
     unused = bias
-    _book_kernel[(n, width // SLICE.value)](
+    arguments = (
         unused if centroids is None else centroids, unused if moment is None else moment,
         book.codes, book.grid, result.points, result.bias, result.weights, count,
+    )  # fmt: skip
+    launch(
+        _book_kernel, (n, width // SLICE.value), arguments,
         D=width, W=next_power(width), KP=_padded(count),
         LEARNED=centroids is not None, WEIGHTED=moment is not None,
     )  # fmt: skip

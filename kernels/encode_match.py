@@ -23,6 +23,7 @@ from .encode_tiles import (
     load_units,
     with_index,
 )
+from .launching import launch
 from .sizes import ceil_div, next_power
 
 TILE = 64
@@ -147,10 +148,13 @@ def match(
         x.new_empty(n, tokens, groups, dtype=torch.float32),
         x.new_empty(n, tiles, dtype=torch.float32),
     )
-    _match_kernel[(n, tiles)](
+    arguments = (
         x, book.codes, book.grid, operands.points, operands.bias, operands.weights,
         result.ids, result.wanted, result.peaks,
         tokens, heads, count, *x.stride()[:3],
+    )  # fmt: skip
+    launch(
+        _match_kernel, (n, tiles), arguments,
         D=width, W=max(next_power(width), group_size), KC=BUCKETS, T=TILE,
         BITS=bits, GROUP=group_size, GROUPS=groups, CANDIDATES=candidates, **LAUNCH,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.codec.codebook import Codebook
 from ..quantwm_core.codec.midrise import decode_log_scales, scale_format
 from ..quantwm_core.codec.psac import ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE
+from ..quantwm_core.rotation import Rotation
 from .encode_match import Match
 from .encode_tiles import (
     OPERAND,
@@ -30,6 +31,7 @@ from .encode_tiles import (
     round_even,
     to_operand,
 )
+from .launching import launch
 from .sizes import ceil_div, next_power
 
 TILE = 64
@@ -147,14 +149,47 @@ def _errors(
 
 
 @triton.jit
+def _directions(basis, channel, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr):
+    """Rows `channel` of a basis `[D, RANK]`, as an operand."""
+    direction = tl.arange(0, RP)
+    mask = (channel < D)[:, None] & (direction < RANK)[None, :]
+    return tl.load(basis + channel[:, None] * RANK + direction[None, :], mask=mask, other=0.0).to(OPERAND)
+
+
+@triton.jit
+def _turned_product(
+    errors, basis, cos, sin, token, valid,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """RoPE of errors `[T, W]`, in the order of `_channel`, times the basis: `[T, RP]`.
+
+    Channels of a pair lie W / 16 places apart, and never in different runs of 16.
+    """
+    apart: tl.constexpr = W // 16
+    pairs = tl.permute(tl.reshape(errors.to(tl.float32), (T, 8, 2, apart)), (0, 1, 3, 2))
+    a, b = tl.split(tl.reshape(pairs, (T, W // 2, 2)))
+    half = tl.arange(0, W // 2)
+    channel = _channel(half // apart * (2 * apart) + half % apart, W)
+    offset = token[:, None] * (D // 2) + (channel // 2)[None, :]
+    mask = valid[:, None] & (channel < D)[None, :]
+    c = tl.load(cos + offset, mask=mask, other=1.0)
+    s = tl.load(sin + offset, mask=mask, other=0.0)
+    turned = tl.reshape(tl.join(a * c - b * s, a * s + b * c), (T, W))
+    # A product over half of the narrowest head would be too short for the matrix units.
+    place = tl.arange(0, W)
+    channel = _channel(place // 2 // apart * (2 * apart) + place // 2 % apart, W) + place % 2
+    return tl.dot(to_operand(turned), _directions(basis, channel, D, RANK, RP), input_precision="ieee")
+
+
+@triton.jit
 def _residual_kernel(
     x, book, grid, ids, wanted, peaks, factors, feedback, basis,
-    codes_out, scales_out, top_out, raw_out, raw_peaks_out,
+    cos, sin, codes_out, scales_out, top_out, raw_out, raw_peaks_out,
     tokens, tiles, heads, count, feedback_heads, stride_b, stride_s, stride_h,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr,
     SCALE_BITS: tl.constexpr, PER_OCTAVE: tl.constexpr,
-    FEEDBACK: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    FEEDBACK: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens of one head; see `_errors_16` for the order in which channels are rounded."""
     n = tl.program_id(0).to(tl.int64)
@@ -179,10 +214,12 @@ def _residual_kernel(
     )  # fmt: skip
     if RANK:
         direction = tl.arange(0, RP)
-        channel = _channel(tl.arange(0, W), W)[:, None]
-        u = basis + n * D * RANK + channel * RANK + direction[None, :]
-        directions = tl.load(u, mask=(channel < D) & (direction < RANK)[None, :], other=0.0).to(OPERAND)
-        raw = tl.dot(errors, directions, input_precision="ieee")
+        if ROTATED:
+            raw = _turned_product(errors, basis + n * D * RANK, cos, sin, token, valid, D, W, T, RANK, RP)
+        else:
+            channel = _channel(tl.arange(0, W), W)
+            directions = _directions(basis + n * D * RANK, channel, D, RANK, RP)
+            raw = tl.dot(errors, directions, input_precision="ieee")
     if RANK:
         mask = valid[:, None] & (direction < RANK)[None, :]
         # The coefficients project what decoding misses, which is minus the error of the codes.
@@ -239,10 +276,12 @@ def encode_residual(
     group_size: int,
     feedback: torch.Tensor | None = None,
     basis: torch.Tensor | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
     """Stored tensors `[N, S, ...]` of `x` `[B, S, H, D]`; with a basis bf16 `[N, D, R]` also float coefficients.
 
     feedback: bf16 `[N, D, D]` or `[H, D, D]`, or None for plain rounding.
+    rotation: RoPE that `x` is stored before, and the basis is meant after.
 
     Returns:
         tensors by name, coefficients `[N, S, R]` and the largest of each tile, for `encode_coefficients`.
@@ -259,16 +298,21 @@ def encode_residual(
     raw = new(n, tokens, rank, dtype=torch.float32)
     raw_peaks = new(n, tiles, dtype=torch.float32)
     unused = match.peaks
-    _residual_kernel[(n, tiles)](
+    arguments = (
         x, book.codes, book.grid, match.ids, match.wanted, match.peaks,
         _factors(scale_bits, per_octave, x.device),
         unused if feedback is None else feedback.contiguous(), unused if basis is None else basis.contiguous(),
+        *((unused, unused) if rotation is None else (t.contiguous() for t in rotation.tensors)),
         codes.view(torch.int32), scales, top, raw, raw_peaks,
         tokens, match.peaks.shape[-1], heads, count, 1 if feedback is None else feedback.shape[0], *x.stride()[:3],
+    )  # fmt: skip
+    launch(
+        _residual_kernel, (n, tiles), arguments,
         D=width, W=next_power(width), T=TILE, BITS=bits,
         GROUP=group_size, GROUPS=groups, GP=max(2, next_power(groups)),
         SCALE_BITS=scale_bits, PER_OCTAVE=per_octave,
         FEEDBACK=feedback is not None, RANK=rank, RP=max(16, next_power(rank)),
+        ROTATED=rotation is not None,
         # A product fused into a sum would round once where the eager twin rounds twice.
         enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
@@ -287,9 +331,10 @@ def encode_coefficients(raw: torch.Tensor, peaks: torch.Tensor) -> dict[str, tor
     packed = raw.new_empty(n, tokens, packed_width(rank, 4), dtype=torch.uint8)
     scales = raw.new_empty(n, tokens, dtype=torch.uint8)
     factor = raw.new_empty(n, dtype=torch.bfloat16)
-    _coefficient_kernel[(n, ceil_div(tokens, TILE))](
-        raw, peaks, _factors(ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE, raw.device), packed, scales, factor,
-        tokens, peaks.shape[-1],
+    factors = _factors(ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE, raw.device)
+    launch(
+        _coefficient_kernel, (n, ceil_div(tokens, TILE)),
+        (raw, peaks, factors, packed, scales, factor, tokens, peaks.shape[-1]),
         RANK=rank, RP=max(2, next_power(rank)), T=TILE,
         SCALE_BITS=ROW_SCALE_BITS, PER_OCTAVE=ROW_SCALE_PER_OCTAVE, enable_fp_fusion=False,
     )  # fmt: skip

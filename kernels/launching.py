@@ -5,33 +5,40 @@ Triton looks for the compiled kernel anew at every launch, which can take the ca
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
-# Compiled kernels and the names of their constants, by kernel, device, constants, options and kinds of arguments.
-_compiled: dict[tuple, tuple[Any, tuple[str, ...]]] = {}
+# Compiled kernels and the values of their constants, by kernel, device, constants, options and kinds of arguments.
+_compiled: dict[tuple, tuple[Any, tuple]] = {}
 
 
-def launch(kernel, grid: tuple[int, int, int], arguments: tuple, **constants) -> None:
+def launch(kernel, grid: tuple[int, ...], arguments: tuple, **constants) -> None:
     """`kernel[grid](*arguments, **constants)`; `arguments` are all that are neither constants nor options, in order."""
+    grid = (*grid, 1, 1)[:3]
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    key = kernel.__name__, device, tuple(constants.items()), tuple(map(_kind, arguments))
+    kinds = tuple([_whole(a) if a.__class__ is int else _kind(a) for a in arguments])
+    key = kernel.__name__, device, tuple(constants.items()), kinds
     if key in _compiled:
-        compiled, names = _compiled[key]
-        compiled[grid](*arguments, *(constants[name] for name in names))
+        compiled, values = _compiled[key]
+        compiled[grid](*arguments, *values)
         return
     compiled = kernel[grid](*arguments, **constants)
     # The interpreter compiles nothing.
     if isinstance(compiled, triton.compiler.CompiledKernel):
-        _compiled[key] = compiled, tuple(name for name in kernel.arg_names if name in constants)
+        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
 
 
 def _kind(value: Any) -> Any:
-    """What Triton compiles for: the type, alignment by 16, and the number one."""
+    """What Triton compiles for: the type, and of a tensor its alignment by 16."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
     return type(value)
+
+
+@lru_cache(maxsize=4096)
+def _whole(value: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles for of a whole number: being one, divisible by 16, in 32 bits."""
+    return value == 1, value % 16 == 0, -(2**31) <= value < 2**31

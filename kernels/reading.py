@@ -4,7 +4,8 @@ Ways:
 - host: decode the layer into a workspace, then the attention function that the host chose;
 - cudnn, flash, efficient: the same workspace, then that backend of the installed torch;
 - packed: no workspace at all, see `attention`; tried for few queries, and where a whole layer does not fit;
-- pieces: decode a bounded part at a time, merge the parts' results by their log-sum-exp; tried where it does not fit.
+- pieces: decode a bounded part at a time, merge the parts' results by their log-sum-exp; tried where it does not fit;
+- corrected: with the settings' `jensen` on, in the place of all others but packed: see `quantwm_core.jensen`.
 They are timed once per shape, where length counts by powers of two; a way must win clearly to replace an earlier one,
 so that the choice, and with it the last bits of the result, stays the same from run to run.
 """
@@ -17,11 +18,14 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..quantwm_core import operations
 from ..quantwm_core.backends import Between, OneOf, register
+from ..quantwm_core.compiling import uncompiled
+from ..quantwm_core.methods import Method
 from ..quantwm_core.span import PackedSpan, RawBlock
-from .attention import attend_spans
-from .decode import FAILURES, READABLE, launch_decode, nothing_of, on_device
-from .tables import PieceTable, format_runs, piece_table
+from .attention import attend_spans, exact_costs
+from .decode import FAILURES, READABLE, launch_decode, nothing_of
+from .tables import PieceTable, layer_tables, on_device
 
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -46,7 +50,8 @@ _chosen: dict[tuple, tuple[str, str]] = {}
 def explain(facts: dict) -> str:
     """What was chosen for calls like this one, and by which times, for the run's record."""
     shape = tuple(facts[name] for name in ("batch", "tokens", "heads", "head_dim"))
-    return "; ".join(why for key, (_, why) in _chosen.items() if key[1:3] == (facts["dtype"], shape))
+    wanted = (facts["dtype"], shape, facts["jensen"])
+    return "; ".join(why for key, (_, why) in _chosen.items() if key[1:4] == wanted)
 
 
 @register(
@@ -57,7 +62,6 @@ def explain(facts: dict) -> str:
         "capability": Between((8, 0)),
         "dtype": OneOf((torch.bfloat16, torch.float16)),
         "head_dim": Between(16, 256),
-        "jensen": OneOf(("off",)),
     },
     failures=FAILURES,
     explain=explain,
@@ -65,17 +69,27 @@ def explain(facts: dict) -> str:
 def attend_packed(
     queries: torch.Tensor,
     pieces: Sequence[RawBlock | PackedSpan],
-    method,
+    method: Method,
     attention: Attention,
     read: Callable[[], tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
     """Twin of `quantwm_core.operations.attend_packed` by the fastest way that fits the memory."""
     tokens = sum(piece.tokens for piece in pieces)
-    key = (queries.device, queries.dtype, tuple(queries.shape), tokens.bit_length(), _kinds(pieces))
+    jensen = method.settings.jensen
+    key = (queries.device, queries.dtype, tuple(queries.shape), jensen, tokens.bit_length(), _kinds(pieces))
+    corrected = partial(operations.attend_packed, queries, pieces, method, attention, read)
+    packed = partial(_attend_packed, queries, pieces, method)
     if key not in _chosen:
-        _chosen[key] = _choose(queries, pieces, attention, read, tokens)
+        if jensen == "off":
+            _chosen[key] = _choose(queries, pieces, attention, read, tokens, packed)
+        else:
+            _chosen[key] = _choose_corrected(queries, pieces, jensen, tokens, packed, corrected)
     way = _chosen[key][0]
-    if way not in ("packed", "pieces"):
+    if way == "packed":
+        return packed().flatten(2)
+    if way == "corrected":
+        return corrected()
+    if way != "pieces":
         try:
             return _attend(way, queries, *read(), attention)
         except torch.OutOfMemoryError:
@@ -84,10 +98,16 @@ def attend_packed(
             # It fitted when the ways were timed; in parts it still does.
             way = "pieces"
             _chosen[key] = way, "pieces (a decoded layer no longer fitted the memory)"
-    history, live = _split(pieces, queries)
-    tables = _tables(history, queries.device)
-    merged = attend_spans(*tables, live, queries) if way == "packed" else attend_parts(tables, live, queries)
-    return merged.flatten(2)
+    return attend_parts(layer_tables(pieces[:-1], queries.device), pieces[-1], queries).flatten(2)
+
+
+def _attend_packed(queries: torch.Tensor, pieces: Sequence[RawBlock | PackedSpan], method: Method) -> torch.Tensor:
+    """Attention `[B, T, H, D]` straight on packed pieces, corrected as the settings say."""
+    *history, live = pieces
+    (table,) = layer_tables(history, queries.device)
+    jensen = method.settings.jensen
+    costs = exact_costs([on_device(p, queries.device) for p in history], queries, method) if jensen == "exact" else None
+    return attend_spans(table, live, queries, jensen, costs)
 
 
 def _attend(way: str, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention):
@@ -103,21 +123,9 @@ def _attend(way: str, queries: torch.Tensor, keys: torch.Tensor, values: torch.T
     return out.transpose(1, 2).flatten(2)
 
 
-def _split(pieces: Sequence[RawBlock | PackedSpan], queries: torch.Tensor) -> tuple[list, RawBlock]:
-    """Stored pieces, on the device, and the live block that comes last."""
-    *history, live = pieces
-    return [on_device(piece, queries.device) for piece in history], live
-
-
-def _tables(history: Sequence[RawBlock | PackedSpan], device: torch.device) -> list[PieceTable]:
-    """A table for each run of one format."""
-    return [piece_table(run, device) for run in format_runs(history)]
-
-
 def _kinds(pieces: Sequence[RawBlock | PackedSpan]) -> frozenset:
     """Formats of the packed pieces, which decide what can read them and how fast."""
-    spans = (piece for piece in pieces if isinstance(piece, PackedSpan))
-    return frozenset((span.method, span.key_bits, span.value_bits, span.group_size, span.rank) for span in spans)
+    return frozenset(piece.format for piece in pieces if isinstance(piece, PackedSpan))
 
 
 def _readable(pieces: Sequence[RawBlock | PackedSpan]) -> bool:
@@ -125,7 +133,9 @@ def _readable(pieces: Sequence[RawBlock | PackedSpan]) -> bool:
     return all(READABLE["method"].refusal("method", method) is None for method, *_ in _kinds(pieces))
 
 
-def packed_refusal(pieces: Sequence[RawBlock | PackedSpan], queries: int, fits: bool) -> str | None:
+def packed_refusal(
+    pieces: Sequence[RawBlock | PackedSpan], queries: int, fits: bool, jensen: str = "off"
+) -> str | None:
     """Why the packed kernel does not read these pieces, or is not worth trying, or None."""
     kinds = _kinds(pieces)
     if not kinds:
@@ -136,22 +146,51 @@ def packed_refusal(pieces: Sequence[RawBlock | PackedSpan], queries: int, fits: 
         return "packed needs both keys and values packed"
     if len({kind[:4] for kind in kinds}) > 1:
         return "packed reads spans of one width only"
+    if jensen == "exact" and any(key_bits != 2 for _, key_bits, *_ in kinds):
+        return "packed corrects 2-bit keys only in the exact form"
     if fits and queries > FEW_QUERIES:
         return f"packed is not tried for more than {FEW_QUERIES} queries"
     return None
 
 
-def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) -> tuple[str, str]:
+@uncompiled
+def _choose_corrected(
+    queries: torch.Tensor,
+    pieces: Sequence[RawBlock | PackedSpan],
+    jensen: str,
+    tokens: int,
+    packed: Callable[[], torch.Tensor],
+    corrected: Callable[[], torch.Tensor],
+) -> tuple[str, str]:
+    """The way with corrected logits and the reason: the eager twin, or packed where that is faster or alone fits."""
+    # The eager twin widens keys and values, or has a bias as large as its tables may be, beside the decoded layer.
+    fits = _workspace_fits(queries, 2 * tokens)
+    refusal = packed_refusal(pieces, queries.shape[1], fits, jensen)
+    if refusal:
+        return "corrected", f"{queries.shape[1]} queries on {tokens} keys: corrected ({refusal})"
+    if not fits:
+        return (
+            "packed",
+            f"{queries.shape[1]} queries on {tokens} keys: packed (a decoded layer does not fit the memory)",
+        )
+    times = {"corrected": _time(corrected), "packed": _time(packed)}
+    told = ", ".join(f"{way} {ms:.2f} ms" for way, ms in times.items())
+    best = "packed" if times["packed"] < CLEARLY_FASTER * times["corrected"] else "corrected"
+    if best == "packed" and not _agree(packed(), corrected()):
+        best, told = "corrected", f"{told}, packed disagrees with decoding on this GPU and Triton"
+    return best, f"{queries.shape[1]} queries on {tokens} keys: {best} ({told})"
+
+
+@uncompiled
+def _choose(
+    queries, pieces, attention: Attention, read: Callable, tokens: int, packed: Callable[[], torch.Tensor]
+) -> tuple[str, str]:
     """The way for this shape and the reason, by timing what fits."""
     times: dict[str, float] = {}
     remarks = []
     fits = _workspace_fits(queries, tokens)
     if not fits and not _readable(pieces):
         return "host", "host (kernels do not read this method in parts)"
-    tables = live = None
-    if _readable(pieces):
-        history, live = _split(pieces, queries)
-        tables = _tables(history, queries.device)
     if fits:
         # Timed before its result is kept: two workspaces may not fit.
         decode_ms = _time(read)
@@ -161,10 +200,9 @@ def _choose(queries, pieces, attention: Attention, read: Callable, tokens: int) 
         expected = partial(_attend, "host", queries, keys, values, attention)
     else:
         remarks.append("a decoded layer does not fit the memory")
-        times["pieces"] = _time(partial(attend_parts, tables, live, queries))
-        expected = partial(attend_parts, tables, live, queries)
+        expected = partial(attend_parts, layer_tables(pieces[:-1], queries.device), pieces[-1], queries)
+        times["pieces"] = _time(expected)
     refusal = packed_refusal(pieces, queries.shape[1], fits)
-    packed = None if refusal else partial(attend_spans, *tables, live, queries)
     packed_ms = float("inf") if refusal else _time(packed)
     if packed_ms < float("inf") and not _agree(packed(), expected()):
         refusal = "packed disagrees with decoding on this GPU and Triton"

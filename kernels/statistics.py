@@ -78,6 +78,40 @@ def _moment_kernel(
 )
 def second_moment(queries: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
     """Mean of q q^T over tokens: `[B, T, H, D]` -> float32 `[B, H, D, D]`; added to `total` in place, if given."""
+    if torch.compiler.is_compiling():
+        if total is None:
+            return _moment_of(queries)
+        _add_moment(queries, total)
+        return total
+    return _second_moment(queries, total)
+
+
+@torch.library.custom_op("quantwm::second_moment", mutates_args=(), schema="(Tensor queries) -> Tensor")
+def _moment_of(queries):
+    """The launch as an operator that torch.compile does not look into."""
+    return _second_moment(queries, None)
+
+
+@_moment_of.register_fake
+def _(queries):
+    batch, _, heads, width = queries.shape
+    return queries.new_empty(batch, heads, width, width, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "quantwm::add_second_moment", mutates_args=("total",), schema="(Tensor queries, Tensor(a!) total) -> ()"
+)
+def _add_moment(queries, total):
+    """The same, added in place."""
+    _second_moment(queries, total)
+
+
+@_add_moment.register_fake
+def _(queries, total):
+    return None
+
+
+def _second_moment(queries: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
     batch, tokens, heads, width = queries.shape
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
@@ -200,8 +234,8 @@ def leading_eigenvectors(moment: torch.Tensor, rank: int) -> torch.Tensor:
     basis = moment.new_empty(n, width, rank, dtype=torch.bfloat16)
     padded = max(16, next_power(rank))
     side = max(32, next_power(width))
-    _basis_kernel[(n,)](
-        moment.contiguous(), basis,
+    launch(
+        _basis_kernel, (n,), (moment.contiguous(), basis),
         D=width, W=side, RANK=rank, RP=padded, R=min(2 * padded, side), STEPS=POWER_STEPS, **BASIS_LAUNCH,
     )  # fmt: skip
     return basis
@@ -275,8 +309,8 @@ def feedback_weights(metric: torch.Tensor, basis: torch.Tensor | None = None) ->
     weights = metric.new_empty(n, width, width, dtype=torch.bfloat16)
     rank = 0 if basis is None else basis.shape[-1]
     metric, side = metric.contiguous(), max(16, next_power(width))
-    _feedback_kernel[(n,)](
-        metric, metric if basis is None else basis.contiguous(), weights, DAMPING,
+    launch(
+        _feedback_kernel, (n,), (metric, metric if basis is None else basis.contiguous(), weights, DAMPING),
         D=width, W=side, RANK=rank, RP=max(16, next_power(rank)),
         # With eight warps Triton 3.6 gives a program that reads out of bounds where the head is 64 channels wide.
         num_warps=8 if side == WIDEST else 4, num_stages=1,

@@ -9,17 +9,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 
 from ..quantwm_core.codec.bits import unpack_bits
+from ..quantwm_core.compiling import uncompiled
 from ..quantwm_core.span import PackedSpan, RawBlock
 
 # Fields of a row. Addresses are 0 where a piece has no such tensor.
-SIDE = ("codes", "ids", "scales", "top", "centroids", "grid", "count", "raw", "raw_b", "raw_s", "raw_h")
+SIDE = (
+    *("codes", "ids", "scales", "top", "centroids", "grid", "count", "raw", "raw_b", "raw_s", "raw_h"),
+    *("low", "stages"),
+)
 CORRECTION = ("psac_c", "psac_c_scales", "psac_c_factor", "psac_u", "bitmap", "rows", "row_count", "rows_before")
-FIELDS = ("tokens", "start", "zeros", *(f"k_{f}" for f in SIDE), *(f"v_{f}" for f in SIDE), *CORRECTION)
+ANGLES = ("cos", "sin")
+FIELDS = (
+    "tokens",
+    "start",
+    "phase",
+    "zeros",
+    *(f"k_{f}" for f in SIDE),
+    *(f"v_{f}" for f in SIDE),
+    *CORRECTION,
+    *ANGLES,
+)
 
 # Stored tensors by the field that holds their address.
 NAMES = {
@@ -34,6 +50,9 @@ NAMES = {
 for _side in "kv":
     NAMES |= {f"{_side}_{field}": f"{_side}_{field}" for field in ("codes", "ids", "scales", "centroids", "raw")}
     NAMES[f"{_side}_grid"] = f"{_side}_centroids_grid"
+    NAMES[f"{_side}_low"] = f"{_side}_zeros"
+# Of keys that are rounded along the tokens.
+NAMES_ALONG_TOKENS = {"k_scales": "k_group_scales", "k_low": "k_group_zeros"}
 
 # Tokens that one program handles.
 CHUNK = 256
@@ -43,9 +62,16 @@ ALIGNMENT = 16
 READ_AS_WORDS = ("k_codes", "v_codes", "k_centroids", "v_centroids", "psac_c")
 
 
+# Methods by the kernels that decode them.
+FAMILIES = (("quantwm", "quantwm-paper", "rtn"), ("kivi",), ("qvg", "qvg-pro"), ("quarot",))
+
+
 @dataclass(frozen=True)
 class Format:
-    """What all packed pieces of a layer have in common; the kernels are compiled for it."""
+    """What all packed pieces of a layer have in common; the kernels are compiled for it.
+
+    rotated: some pieces hold keys before RoPE.
+    """
 
     method: str
     key_bits: int
@@ -53,11 +79,14 @@ class Format:
     group_size: int
     rank: int
     sparse: bool
+    rotated: bool = False
 
     def numbers(self) -> list[int]:
         """The format as whole numbers, the way an operator of torch can take it."""
-        midrise, book = self.method == "quantwm", self.method != "rtn"
-        return [self.key_bits, self.value_bits, self.group_size, self.rank, self.sparse, midrise, book]
+        midrise, book = self.method == "quantwm", self.method in ("quantwm", "quantwm-paper")
+        form = [self.key_bits, self.value_bits, self.group_size, self.rank, self.sparse, midrise, book]
+        family = next((number for number, methods in enumerate(FAMILIES) if self.method in methods), 0)
+        return [*form, self.rotated, family]
 
     @classmethod
     def of(cls, spans: Sequence[PackedSpan]) -> Format:
@@ -130,26 +159,78 @@ def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -
     return table
 
 
+@uncompiled
+def layer_tables(history: Sequence[RawBlock | PackedSpan], device: torch.device) -> list[PieceTable]:
+    """A table for each run of one format, at least one; pieces that are kept elsewhere are copied, for this call."""
+    table = _tables.get(history[-1]) if history else None
+    if table is not None and table.describes(history):
+        return [table]
+    runs = format_runs([on_device(piece, device) for piece in history])
+    return [piece_table(run, device) for run in runs or [[]]]
+
+
+def on_device(piece: RawBlock | PackedSpan, device: torch.device) -> RawBlock | PackedSpan:
+    """The piece itself, or a copy when it is kept elsewhere."""
+    if isinstance(piece, RawBlock) or next(iter(piece.tensors.values())).device == device:
+        return piece
+    return piece.to(device)
+
+
 def _build(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
-    rows, tiles, chunk_starts, keep, start = [], [], [], [], 0
-    for index, piece in enumerate(pieces):
-        row = _span_row(piece, keep) if isinstance(piece, PackedSpan) else raw_row(piece.k, piece.v, keep)
-        row |= {"tokens": piece.tokens, "start": start}
-        rows.append([row.get(field, 0) for field in FIELDS])
-        tiles += [(index, first) for first in range(0, piece.tokens, CHUNK)]
-        chunk_starts += range(start, start + piece.tokens, CHUNK)
-        start += piece.tokens
+    rows = [_row(piece) for piece in pieces]
+    lengths = tuple(piece.tokens for piece in pieces)
+    tiles, chunk_starts, starts = _tiles(lengths)
+    fields = torch.stack([row.fields for row in rows])
+    fields[:, FIELDS.index("start")] = starts
+    # One copy for both; an even number of words before the tiles keeps them aligned.
+    missing = fields.numel() % 2
+    whole = torch.cat((fields.flatten(), fields.new_zeros(missing), tiles.view(torch.int64).flatten()))
+    whole = whole.to(device, non_blocking=True)
     spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
+    rotated = any(piece.rotation is not None for piece in pieces)
     return PieceTable(
-        rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
-        tiles=torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True),
-        tokens=start,
-        format=Format.of(spans) if spans else RAW_FORMAT,
-        aligned=all(row[FIELDS.index(field)] % ALIGNMENT == 0 for row in rows for field in READ_AS_WORDS),
-        keep=keep,
+        rows=whole[: fields.numel()].view(fields.shape),
+        tiles=whole[fields.numel() + missing :].view(torch.int32).view(tiles.shape),
+        tokens=sum(lengths),
+        format=replace(Format.of(spans) if spans else RAW_FORMAT, rotated=rotated),
+        aligned=all(row.aligned for row in rows),
+        keep=[tensor for row in rows for tensor in row.keep],
         pieces=tuple(weakref.ref(piece) for piece in pieces),
-        chunk_starts=tuple(chunk_starts),
+        chunk_starts=chunk_starts,
     )
+
+
+@lru_cache(maxsize=64)
+def _tiles(lengths: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
+    """Tiles int32 `[tiles, 2]` of pieces of so many tokens, each tile's first token among all, each piece's first."""
+    starts = [0, *accumulate(lengths)][:-1]
+    tiles = [(index, first) for index, tokens in enumerate(lengths) for first in range(0, tokens, CHUNK)]
+    chunk_starts = tuple(starts[index] + first for index, first in tiles)
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 2), chunk_starts, torch.tensor(starts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A piece's fields, int64 on the CPU, all but `start`, and what they point to."""
+
+    fields: torch.Tensor
+    aligned: bool
+    keep: list[torch.Tensor]
+
+
+# Made once a piece: with every block all tables change, but all pieces except for the new one stay.
+_rows: weakref.WeakKeyDictionary[RawBlock | PackedSpan, Row] = weakref.WeakKeyDictionary()
+
+
+def _row(piece: RawBlock | PackedSpan) -> Row:
+    known = _rows.get(piece)
+    if known is None:
+        keep: list[torch.Tensor] = []
+        row = _span_row(piece, keep) if isinstance(piece, PackedSpan) else raw_row(piece.k, piece.v, keep)
+        row |= {"tokens": piece.tokens} | _angles(piece, keep)
+        aligned = all(row.get(field, 0) % ALIGNMENT == 0 for field in READ_AS_WORDS)
+        known = _rows[piece] = Row(torch.tensor([row.get(field, 0) for field in FIELDS]), aligned, keep)
+    return known
 
 
 def raw_row(k: torch.Tensor, v: torch.Tensor, keep: list[torch.Tensor]) -> dict[str, int]:
@@ -162,6 +243,15 @@ def raw_row(k: torch.Tensor, v: torch.Tensor, keep: list[torch.Tensor]) -> dict[
     return row
 
 
+def _angles(piece: RawBlock | PackedSpan, keep: list[torch.Tensor]) -> dict[str, int]:
+    """Addresses of the cosines and sines of a piece whose keys lie before RoPE."""
+    if piece.rotation is None:
+        return {}
+    tables = [table.contiguous() for table in piece.rotation.tensors]
+    keep.extend(tables)
+    return {name: table.data_ptr() for name, table in zip(ANGLES, tables)}
+
+
 def _address(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     return tensor.data_ptr(), *tensor.stride()[:3]
 
@@ -169,7 +259,9 @@ def _address(tensor: torch.Tensor) -> tuple[int, int, int, int]:
 def _span_row(span: PackedSpan, keep: list[torch.Tensor]) -> dict[str, int]:
     tensors = {name: t.contiguous() for name, t in span.tensors.items()}
     keep.extend(tensors.values())
-    row = {field: tensors[name].data_ptr() for field, name in NAMES.items() if name in tensors}
+    names = NAMES | NAMES_ALONG_TOKENS if "k_group_scales" in tensors else NAMES
+    row = {field: tensors[name].data_ptr() for field, name in names.items() if name in tensors}
+    row["phase"] = span.phase
     for side in "kv":
         if f"{side}_raw" in tensors:
             row |= dict(
@@ -178,7 +270,8 @@ def _span_row(span: PackedSpan, keep: list[torch.Tensor]) -> dict[str, int]:
                 )
             )
         if f"{side}_centroids" in tensors:
-            row[f"{side}_count"] = tensors[f"{side}_centroids"].shape[2]
+            row[f"{side}_count"] = tensors[f"{side}_centroids"].shape[-2]
+            row[f"{side}_stages"] = tensors[f"{side}_ids"].shape[3] if tensors[f"{side}_ids"].ndim == 4 else 1
         # One factor per head and span, whatever the method calls it.
         for name in (f"{side}_scales_top", f"{side}_scales_factor"):
             if name in tensors:

@@ -18,6 +18,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 TOKENS = tl.constexpr(FIELDS.index("tokens"))
 START = tl.constexpr(FIELDS.index("start"))
+PHASE = tl.constexpr(FIELDS.index("phase"))
 ZEROS = tl.constexpr(FIELDS.index("zeros"))
 # First field of each side; the fields of a side follow in the order of SIDE.
 KEYS = tl.constexpr(FIELDS.index("k_codes"))
@@ -29,6 +30,8 @@ TOP = tl.constexpr(SIDE.index("top"))
 CENTROIDS = tl.constexpr(SIDE.index("centroids"))
 GRID = tl.constexpr(SIDE.index("grid"))
 COUNT = tl.constexpr(SIDE.index("count"))
+LOW = tl.constexpr(SIDE.index("low"))
+STAGES = tl.constexpr(SIDE.index("stages"))
 RAW = tl.constexpr(SIDE.index("raw"))
 RAW_B = tl.constexpr(SIDE.index("raw_b"))
 RAW_S = tl.constexpr(SIDE.index("raw_s"))
@@ -41,6 +44,8 @@ BITMAP = tl.constexpr(FIELDS.index("bitmap"))
 ROWS = tl.constexpr(FIELDS.index("rows"))
 ROW_COUNT = tl.constexpr(FIELDS.index("row_count"))
 ROWS_BEFORE = tl.constexpr(FIELDS.index("rows_before"))
+COS = tl.constexpr(FIELDS.index("cos"))
+SIN = tl.constexpr(FIELDS.index("sin"))
 
 # Operands of matrix products. The interpreter multiplies bfloat16 as the integers that it stores it in.
 OPERAND = tl.constexpr(tl.float32 if INTERPRETED else tl.bfloat16)

@@ -135,9 +135,10 @@ def _legend(canvas: Canvas, entries: list[tuple[str, str, int, str]], left: floa
 
 def _caption(record: dict[str, Any]) -> str:
     bits = "" if record["method"] == "off" else f" K{record['key_bits']}V{record['value_bits']}, {record['backend']}"
+    caches = f" x {record['conditionings']} prompts" if record.get("conditionings", 1) > 1 else ""
     return (
         f"{record['method']}{bits};  "
-        f"{record['layers']} layers x {record['heads']} heads x {record['head_dim']};  "
+        f"{record['layers']} layers x {record['heads']} heads x {record['head_dim']}{caches};  "
         f"{record['tokens']:,} tokens" + (f" in {record['blocks']} blocks" if record["blocks"] else "")
     )
 

@@ -45,12 +45,27 @@ class QuantWMLingBotConditioning(io.ComfyNode):
                     display_name="block",
                     tooltip="Latent frames a block, for the sampler: 4 for v2, 3 for v1.",
                 ),
+                io.Conditioning.Output(
+                    "negative",
+                    display_name="negative",
+                    tooltip="For CFG Guider (v2 causal-pretrain, cfg 5): the negative prompt, same picture and camera.",
+                ),
             ],
         )
 
     @classmethod
     def execute(
-        cls, positive, vae, start_image, camera, version: str, width: int, height: int, window: int, sink: int
+        cls,
+        positive,
+        vae,
+        start_image,
+        camera,
+        version: str,
+        width: int,
+        height: int,
+        window: int,
+        sink: int,
+        negative=None,
     ) -> io.NodeOutput:
         release = lingbot.RELEASES[version]
         frames = release.usable_frames(len(camera))
@@ -64,13 +79,22 @@ class QuantWMLingBotConditioning(io.ComfyNode):
             "concat_mask": mask,
             lingbot.CAMERA_KEY: lingbot.latent_camera(camera, frames, latents),
             lingbot.WINDOW_KEY: _window(release, window, sink),
+            lingbot.SOLVER_KEY: release.solver,
         }
         latent = torch.zeros(
             (1, LATENT_CHANNELS, latents, height // LATENT_PIXELS, width // LATENT_PIXELS),
             device=comfy.model_management.intermediate_device(),
         )
-        conditioning = node_helpers.conditioning_set_values(positive, values)
-        return io.NodeOutput(conditioning, {"samples": latent}, torch.tensor(release.sigmas()), release.block)
+        prompts = [
+            node_helpers.conditioning_set_values(prompt, values)
+            for prompt in (positive, _silent(positive) if negative is None else negative)
+        ]
+        return io.NodeOutput(prompts[0], {"samples": latent}, torch.tensor(release.sigmas()), release.block, prompts[1])
+
+
+def _silent(prompt: list) -> list:
+    """A prompt that says nothing: zeros, which are what the model sees behind the end of every text."""
+    return [[torch.zeros_like(text), {**options}] for text, options in prompt]
 
 
 def _inputs() -> list[io.Input]:
@@ -89,7 +113,9 @@ def _inputs() -> list[io.Input]:
             tooltip=(
                 "Which checkpoint is sampled.\n"
                 "v2 causal-fast (default): 14B or 1.3B, blocks of 4, a window of 18 with a sink of 6.\n"
-                "v1 fast: blocks of 3, no window."
+                "v1 fast: blocks of 3, no window.\n"
+                "v2 causal-pretrain: not distilled. 40 steps, no window; World Sampler, and cfg 5 in CFG Guider with "
+                "the negative output."
             ),
         ),
         io.Int.Input(
@@ -129,6 +155,14 @@ def _inputs() -> list[io.Input]:
             tooltip=(
                 "How many of the very first latent frames always stay in the window. -1 (default): as the version was "
                 "made for (6 for v2)."
+            ),
+        ),
+        io.Conditioning.Input(
+            "negative",
+            optional=True,
+            tooltip=(
+                "What is not to be seen, for v2 causal-pretrain with cfg 5. Left open, the negative output is an empty "
+                "prompt. Distilled versions are sampled with cfg 1, which reads no negative prompt."
             ),
         ),
     ]

@@ -30,7 +30,7 @@ class QuantWMMemory(io.ComfyNode):
                     tooltip=(
                         "How blocks are found again.\n"
                         "camera (default): those whose camera looked most like the coming block's. The prompt has to "
-                        "say how the camera moves, as Tiny World Conditioning does.\n"
+                        "say how the camera moves, as LingBot Conditioning and Tiny World Conditioning do.\n"
                         "similarity: those whose keys fit the coming block's queries; any model, with Apply To World "
                         "Model.\n"
                         "off: none; for compression alone."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from comfy_api.latest import io, ui
 
 from .. import world_models
@@ -51,9 +53,16 @@ class QuantWMPlanner(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, width: int, height: int, length: int, frames_per_block: int, budget: float
+        cls,
+        model,
+        width: int,
+        height: int,
+        length: int,
+        frames_per_block: int,
+        budget: float,
+        guidance: bool = False,
     ) -> io.NodeOutput:
-        world = world_models.world_of(model, width, height)
+        world = replace(world_models.world_of(model, width, height), conditionings=2 if guidance else 1)
         latents = min(frames_per_block, world.latents(length))
         room = round(budget * GB) if budget else world_models.room_for_cache(model, width, height, latents)
         # Moving blocks to the CPU frees nothing where the model is there too.
@@ -115,6 +124,15 @@ def _inputs() -> list[io.Input]:
             tooltip=(
                 "Memory for the cache in GB. 0 (default): what the graphics card has free when this node runs, less "
                 "the model; without a card, the computer's memory."
+            ),
+        ),
+        io.Boolean.Input(
+            "guidance",
+            default=False,
+            optional=True,
+            tooltip=(
+                "On when the guider's cfg is not 1: the negative prompt then has a cache of its own, and the whole "
+                "takes twice as much. Off (default) for distilled models."
             ),
         ),
     ]

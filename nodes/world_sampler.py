@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..quantwm_core.window import MAX_FRAMES_PER_BLOCK, RolloutSettings
+from ..quantwm_core.window import MAX_FRAMES_PER_BLOCK, SOLVERS, RolloutSettings
 from ..world_models.causal_wan.sampler import WorldSampler
 from .progress import rollout_text, show_text
 from .sockets import CATEGORY, MemorySocket, PromptsSocket
@@ -91,6 +91,19 @@ class QuantWMWorldSampler(io.ComfyNode):
                     optional=True,
                     tooltip="From World Memory: blocks that left the window come back when they are needed.",
                 ),
+                io.Combo.Input(
+                    "solver",
+                    options=list(SOLVERS),
+                    default=SOLVERS[0],
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        "How a block gets from one noise level to the next.\n"
+                        "automatic (default): as LingBot Conditioning's version says; few-step without it.\n"
+                        "few-step: new noise on each step's finished picture, for distilled models.\n"
+                        "unipc: along one path, for models that are not distilled: 20 to 50 steps, cfg about 5."
+                    ),
+                ),
             ],
             outputs=[
                 io.Sampler.Output("sampler", display_name="SAMPLER", tooltip="For Sampler Custom (Advanced)."),
@@ -110,9 +123,16 @@ class QuantWMWorldSampler(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, frames_per_block: int, window: int, sink: int, context_noise: float, prompts=(), memory=None
+        cls,
+        frames_per_block: int,
+        window: int,
+        sink: int,
+        context_noise: float,
+        prompts=(),
+        memory=None,
+        solver: str = SOLVERS[0],
     ) -> io.NodeOutput:
-        settings = RolloutSettings(frames_per_block, window, sink, context_noise)
+        settings = RolloutSettings(frames_per_block, window, sink, context_noise, solver)
         own_id = cls.hidden.unique_id if cls.hidden else None
 
         def on_block(entry: dict[str, Any]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .jensen import layers_read
 from .overrides import head_groups
-from .packing import GROUP_BYTES
+from .packing import TYPICAL_BLOCK, waiting_bytes
 from .record import CacheHandle
 from .span import PARTS, PackedSpan
 
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
     from .settings import CacheSettings
 
 
-def build_record(cache: WorldCache) -> dict:
-    """The record of a run, JSON-ready.
+def build_record(caches: Sequence[WorldCache]) -> dict:
+    """The record of a run, JSON-ready; with guidance a run has a cache for each conditioning, all of one shape.
 
+    tokens, blocks: of one of them; conditionings: how many there are. Everything in bytes and seconds is for all.
     bytes_unpacked: keys and values held in full precision; bytes_state: what the method keeps between spans;
     bytes_bank: the part of all this that only the bank holds, out of reach of the block being made;
     bytes_workspace_peak: the largest decoded layer, alive only while that layer attends.
@@ -27,49 +30,53 @@ def build_record(cache: WorldCache) -> dict:
     over all that is resident when the run ends (packed, unpacked and state).
     blocks_by_bits: with a budget, how many blocks ended in which bits of keys/values.
     """
-    usage = cache.usage()
-    geometry, settings, layers = cache.geometry, cache.settings, cache.layers
+    usage = sum((cache.usage() for cache in caches), Counter())
+    first = caches[0]
+    geometry, settings, layers = first.geometry, first.settings, [layer for cache in caches for layer in cache.layers]
     # An interrupt can leave the first layers a block ahead: a block counts once all layers have it.
-    tokens = layers[-1].tokens
+    last = first.layers[-1]
     packed = sum(usage[part] for part in PARTS)
     unpacked = usage["raw"] + usage["blocks"]
     resident = packed + unpacked + usage["state"]
     bf16 = sum(geometry.bytes_bf16(layer.tokens) for layer in layers) // geometry.layers
     elements = sum(layer.packed_elements() for layer in layers)
-    backend, backend_reason = cache.backend.summary()
+    backend, backend_reason = first.backend.summary()
     return {
         "method": settings.method,
         "key_bits": settings.key_bits,
         "value_bits": settings.value_bits,
         "bit_overrides": settings.bit_overrides.strip(),
-        "budget_bytes": settings.budget_bytes,
-        "blocks_by_bits": _blocks_by_bits(layers[-1]) if settings.budget_gb else {},
+        "budget_bytes": sum(cache.settings.budget_bytes for cache in caches),
+        "blocks_by_bits": _blocks_by_bits(last) if settings.budget_gb else {},
         "backend": backend,
         "backend_reason": backend_reason,
         "layers": geometry.layers,
         "heads": geometry.heads,
         "head_dim": geometry.head_dim,
-        "tokens": tokens,
-        "blocks": layers[-1].blocks,
+        "conditionings": len(caches),
+        "tokens": last.tokens,
+        "blocks": last.blocks,
         "bytes_bf16": bf16,
         "bytes_packed": packed,
         "bytes_unpacked": unpacked,
         "bytes_state": usage["state"],
         "bytes_bank": sum(layer.bank_bytes() for layer in layers),
-        "blocks_in_bank": sum(entry.blocks for entry in layers[-1].bank),
+        "blocks_in_bank": sum(entry.blocks for entry in last.bank),
         "bytes_workspace_peak": max(layer.workspace_bytes for layer in layers),
         "bytes_by_part": {part: usage[part] for part in PARTS},
         "ratio_packed": _ratio(2 * elements, packed),
         "ratio_resident": _ratio(bf16, resident),
-        "encode_seconds": round(cache.encode_watch.seconds(), 4),
-        "decode_seconds": round(cache.decode_watch.seconds(), 4),
+        "encode_seconds": round(sum(cache.encode_watch.seconds() for cache in caches), 4),
+        "decode_seconds": round(sum(cache.decode_watch.seconds() for cache in caches), 4),
         "pack_events": sum(layer.pack_events for layer in layers),
     }
 
 
-def native_record(settings: CacheSettings, geometry: CacheGeometry, tokens: int, resident: int) -> dict:
-    """Record of a run on the host's own cache of `resident` bytes, which knows no blocks."""
-    bf16 = geometry.bytes_bf16(tokens)
+def native_record(
+    settings: CacheSettings, geometry: CacheGeometry, tokens: int, resident: int, conditionings: int = 1
+) -> dict:
+    """Record of a run on the host's own cache, which knows no blocks; `resident` bytes for all conditionings."""
+    bf16 = conditionings * geometry.bytes_bf16(tokens)
     return {
         "method": settings.method,
         "key_bits": settings.key_bits,
@@ -79,6 +86,7 @@ def native_record(settings: CacheSettings, geometry: CacheGeometry, tokens: int,
         "layers": geometry.layers,
         "heads": geometry.heads,
         "head_dim": geometry.head_dim,
+        "conditionings": conditionings,
         "tokens": tokens,
         "blocks": 0,
         "bytes_bf16": bf16,
@@ -101,24 +109,28 @@ def native_record(settings: CacheSettings, geometry: CacheGeometry, tokens: int,
 OVERHEAD_BITS = 1.25
 
 
-def estimate_bytes(settings: CacheSettings, geometry: CacheGeometry, tokens: int) -> int:
-    """Memory to plan for a run of `tokens` tokens: packed cache, one decoded layer (two where attention is corrected),
-    and blocks that wait to be packed.
+def estimate_bytes(
+    settings: CacheSettings, geometry: CacheGeometry, tokens: int, conditionings: int = 1, block: int = TYPICAL_BLOCK
+) -> int:
+    """Memory to plan for a run of `tokens` tokens in blocks of `block` at the most: packed cache, one decoded layer
+    (more where attention is corrected), and blocks that wait to be packed.
 
-    How many of them a setting keeps in full precision depends on the sampler's blocks, so then all of them are assumed.
+    Conditionings are asked one after the other: each adds what it stores. How many blocks a setting keeps in full
+    precision depends on the sampler, so then all of them are assumed.
     """
     bf16 = geometry.bytes_bf16(tokens)
     stored = bf16 * _planned_bits(settings, geometry) / 16
     if settings.budget_gb:
         most = bf16 * _planned_bits(settings.in_width(settings.widths[-1]), geometry) / 16
-        stored = min(most, max(stored, settings.budget_bytes))
+        # The budget is for all conditionings.
+        stored = min(most, max(stored, settings.budget_bytes / conditionings))
     if settings.cache_device == "cpu":
         stored *= min(1, 2 / geometry.layers)  # the layer that attends, and the next one on its way
     if settings.keep_first_blocks or settings.keep_recent_blocks or settings.span_blocks > 1:
         stored = bf16
-    decoded = bf16 / geometry.layers * (1 if settings.jensen == "off" else 2)
-    waiting = min(2 * GROUP_BYTES, bf16)
-    return round(stored + decoded + waiting)
+    decoded = bf16 / geometry.layers * layers_read(settings.method, settings.jensen, geometry.head_dim)
+    waiting = min(waiting_bytes(geometry.layers, geometry.bytes_bf16(1) // geometry.layers, block), 2 * bf16)
+    return round(conditionings * stored + decoded + waiting)
 
 
 def _blocks_by_bits(layer: LayerCache) -> dict[str, int]:
@@ -172,6 +184,11 @@ def describe(record: dict) -> str:
     return f"{record['method']}, keys {record['key_bits']} bit, values {record['value_bits']} bit{others}"
 
 
+def _per_conditioning(record: dict) -> str:
+    count = record.get("conditionings", 1)
+    return f", for each of {count} conditionings (cfg)" if count > 1 else ""
+
+
 def format_report(handle: CacheHandle) -> str:
     """A few lines for people, then the record as one line of JSON; says so when nothing was sampled yet."""
     record = handle.record
@@ -186,7 +203,7 @@ def format_report(handle: CacheHandle) -> str:
         f"{format_bytes(record['bytes_bf16'])}",
         f"{describe(record)}, backend {record['backend']}",
         f"{record['tokens']:,} tokens{blocks}, {record['layers']} layers x {record['heads']} heads x "
-        f"{record['head_dim']}",
+        f"{record['head_dim']}{_per_conditioning(record)}",
     ]
     if parts:
         lines.append("parts: " + ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items()))

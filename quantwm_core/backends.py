@@ -9,8 +9,8 @@ implementations from outside; nothing here imports them. The operations and thei
     second_moment  query_stats.second_moment(queries, total)
 
 Facts describe one call in plain values. Names in use: device ("cuda"), capability ((9, 0)), dtype, method, key_bits,
-value_bits, head_dim, group_size, rank, jensen, batch, heads, tokens. A rule about a fact that a caller does not know
-passes.
+value_bits, head_dim, group_size, rank, jensen, rotated (some keys are stored before RoPE), batch, heads, tokens. A rule
+about a fact that a caller does not know passes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -102,6 +103,14 @@ _implementations: dict[str, list[Implementation]] = {}
 _unavailable: dict[str, str] = {}
 _switched_off: set[str] = set()
 _failed: dict[tuple, str] = {}
+# Goes up whenever what is above changes, so that a choice made before counts no longer.
+_changes = count()
+_state = next(_changes)
+
+
+def _changed() -> None:
+    global _state
+    _state = next(_changes)
 
 
 def register(
@@ -120,6 +129,7 @@ def register(
         # A module that is imported again (a reload) replaces what it registered before.
         known[:] = [i for i in known if (i.backend, i.run.__qualname__) != (backend, run.__qualname__)] + [entry]
         known.sort(key=lambda i: -i.priority)
+        _changed()
         return run
 
     return add
@@ -133,6 +143,7 @@ def eager(function: Callable) -> Callable:
 def mark_unavailable(backend: str, reason: str) -> None:
     """A backend that could not be loaded at all; `reason` is given wherever it would have been considered."""
     _unavailable[backend] = reason
+    _changed()
 
 
 def registered(operation: str) -> tuple[Implementation, ...]:
@@ -145,11 +156,13 @@ def only_eager(*operations: str) -> Iterator[None]:
     """Within, these operations run their eager twins (to measure what a kernel brings)."""
     before = set(_switched_off)
     _switched_off.update(operations)
+    _changed()
     try:
         yield
     finally:
         _switched_off.clear()
         _switched_off.update(before)
+        _changed()
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
@@ -168,14 +181,19 @@ def settings_facts(settings: CacheSettings) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _facts_of(settings: CacheSettings, shape: tuple, dtype: torch.dtype, device: torch.device) -> Mapping[str, Any]:
+def _facts_of(
+    settings: CacheSettings, shape: tuple, dtype: torch.dtype, device: torch.device, rotated: bool
+) -> Mapping[str, Any]:
     sizes = dict(zip(("batch", "tokens", "heads", "head_dim"), shape, strict=True))
-    return MappingProxyType(settings_facts(settings) | sizes | {"dtype": dtype} | device_facts(device))
+    rest = {"dtype": dtype, "rotated": rotated} | device_facts(device)
+    return MappingProxyType(settings_facts(settings) | sizes | rest)
 
 
-def call_facts(settings: CacheSettings, like: torch.Tensor) -> Mapping[str, Any]:
+def call_facts(settings: CacheSettings, like: torch.Tensor, rotated: bool = False) -> Mapping[str, Any]:
     """What backends are chosen by, for a call on tensors `[B, S, H, D]`."""
-    return _facts_of(settings, tuple(like.shape), like.dtype, like.device)
+    # torch.compile looks through a cache, and warns that it does.
+    facts = _facts_of.__wrapped__ if torch.compiler.is_compiling() else _facts_of
+    return facts(settings, tuple(like.shape), like.dtype, like.device, rotated)
 
 
 def choose(operation: str, setting: str, facts: Mapping[str, Any], required: bool = False) -> Choice:
@@ -229,11 +247,13 @@ class Dispatcher:
     def __init__(self, setting: str = "auto") -> None:
         self.setting = setting
         self._last: dict[str, tuple[Choice, Mapping[str, Any]]] = {}
+        # Thousands of calls a run are alike.
+        self._choices: dict[str, tuple[int, Mapping[str, Any], Choice]] = {}
 
     def run(self, operation: str, facts: Mapping[str, Any], *args, **kwargs) -> Any:
         """Call the chosen implementation. One that fails to launch is replaced by the next, with one warning."""
         while True:
-            choice = choose(operation, self.setting, facts)
+            choice = self._choose(operation, facts)
             entry = choice.implementation
             self._last[operation] = choice, facts
             try:
@@ -244,7 +264,16 @@ class Dispatcher:
                     raise
                 reason = f"failed to launch ({type(error).__name__}: {str(error).strip()[:200]})"
                 _failed[_failure_key(entry, facts)] = reason
+                _changed()
                 logger.warning("QuantWM: %s of %s %s; going on without it.", operation, entry.backend, reason)
+
+    def _choose(self, operation: str, facts: Mapping[str, Any]) -> Choice:
+        """`choose`, or what it gave for the same facts a moment ago."""
+        state, known, choice = self._choices.get(operation, (None, None, None))
+        if state != _state or known is not facts:
+            choice = choose(operation, self.setting, facts)
+            self._choices[operation] = _state, facts, choice
+        return choice
 
     def summary(self) -> tuple[str, str]:
         """What ran, in a word or two, and the reasons in a sentence, for the run's record."""

@@ -13,11 +13,12 @@ import torch
 from .accounting import build_record
 from .backends import Dispatcher, choose, device_facts, settings_facts
 from .budget import Budget
+from .compiling import uncompiled
 from .head_groups import HeadGroup, HeadGroups
 from .layer_cache import LayerCache
 from .methods import Method, build_method
 from .overrides import check_overrides, head_groups
-from .packing import Packer, layers_together, pack_ready
+from .packing import TYPICAL_BLOCK, Packer, Reach, layers_together, pack_ready
 from .settings import CacheSettings
 from .span import PARTS
 from .stopwatch import Stopwatch
@@ -44,6 +45,10 @@ class WorldCache:
         value_metrics: per layer, a function giving the Gram matrix `[H, D, D]` of the output projection.
         method: overrides the one that `settings` name (ablations).
         on_block: called with a history entry after the last layer has committed a block.
+        block: tokens of the largest block, or of first frames that are given: as they grow, fewer layers pack together.
+        reach: how the sampler's window divides the history.
+        prefilled: one forward fills it, layer by layer. Packing is then done on the caller's stream, for beside it all
+            layers would wait in full precision, and the queries that come with a block count as asked before it.
     """
 
     def __init__(
@@ -54,21 +59,26 @@ class WorldCache:
         value_metrics: Sequence[Callable[[], torch.Tensor]] | None = None,
         method: Method | None = None,
         on_block: Callable[[dict], None] | None = None,
+        block: int = TYPICAL_BLOCK,
+        reach: Reach | None = None,
+        prefilled: bool = False,
     ) -> None:
         self.settings = settings
         self.geometry = geometry
+        self._reach = reach
         self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
         check_backend(settings, geometry.head_dim, device)
         self.backend = Dispatcher(settings.backend)
         check_overrides(settings.overrides, geometry.layers, geometry.heads)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
+        self._prefilled = prefilled
         self._together = 1
         self.layers: list[LayerCache | HeadGroups] = []
         if settings.overrides:
             self.layers += [self._mixed_layer(index, method, metric, device) for index, metric in enumerate(metrics)]
         else:
-            self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers)
+            self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers, block)
             for first in range(0, geometry.layers, self._together):
                 self.layers += self._group(method, metrics[first : first + self._together], device)
         if settings.cache_device == "cpu" and device is not None and device.type == "cuda":
@@ -84,8 +94,10 @@ class WorldCache:
         self, method: Method, metrics: Sequence[Callable[[], torch.Tensor] | None], device: torch.device | None
     ) -> list[LayerCache]:
         """Layers that pack together, one for each metric."""
-        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch)
-        rest = device, self.decode_watch, self.backend, packer
+        # Beside a cache on the CPU packing ends with a copy there, for which the caller waits in any case.
+        beside = device if self.settings.cache_device == "gpu" and not self._prefilled else None
+        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside, self._prefilled)
+        rest = device, self.decode_watch, self.backend, packer, self._reach
         return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
 
     def _mixed_layer(
@@ -98,11 +110,12 @@ class WorldCache:
             own = replace(s, key_bits=bits[0], value_bits=bits[1], bit_overrides="")
             part = None if metric is None else partial(_metric_of, metric, heads)
             own_method = replace(method, settings=own)
-            packer = Packer(own, own_method, [part], self.backend, self.encode_watch)
-            rest = device, self.decode_watch, self.backend, packer
+            packer = Packer(own, own_method, [part], self.backend, self.encode_watch, prefilled=self._prefilled)
+            rest = device, self.decode_watch, self.backend, packer, self._reach
             groups.append(HeadGroup(heads, LayerCache(own, own_method, None, *rest)))
         return groups[0].cache if len(groups) == 1 else HeadGroups(groups)
 
+    @uncompiled
     def commit(self, layer: int) -> None:
         """Commit one layer's appended tokens, in the order of the layers.
 
@@ -143,13 +156,14 @@ class WorldCache:
     def usage(self) -> Counter[str]:
         """Resident bytes by part over all layers."""
         total: Counter[str] = Counter()
+        rotations: set[int] = set()
         for layer in self.layers:
-            total.update(layer.usage())
+            total.update(layer.usage(rotations))
         return total
 
     def record(self) -> dict:
         """Everything measured so far, JSON-ready; see `accounting.build_record`."""
-        return build_record(self)
+        return build_record([self])
 
     def resident_bytes(self) -> int:
         """Everything that this cache holds, except for what only the bank refers to."""

@@ -16,6 +16,7 @@ MODELS = {
     "causal-forcing": CacheGeometry(30, 12, 128),
     "lingbot-14b": CacheGeometry(40, 40, 128),
     "lingbot-1.3b": CacheGeometry(30, 12, 128),
+    "longcat": CacheGeometry(48, 32, 128),
 }
 # Pixels a token covers in each direction: Wan's VAE makes 8 to one, the network's patches two to one.
 TOKEN_PIXELS = 16
@@ -23,6 +24,7 @@ TOKEN_PIXELS = 16
 PLAN_EXAMPLES = """examples:
   python -m quantwm_core plan --width 832 --height 480 --length 93 --budget 2
   python -m quantwm_core plan --model lingbot-14b --length 161 --block 4 --budget 12
+  python -m quantwm_core plan --model longcat --length 73 --block 19
   python -m quantwm_core plan --layers 48 --heads 32 --head-dim 128 --length 77 --block 19
 """
 INSPECT_EXAMPLES = """example:
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--height", type=int, default=480, help="pixels (%(default)s)")
     plan.add_argument("--length", type=int, default=81, help="frames of the video (%(default)s)")
     plan.add_argument("--block", type=int, default=3, help="latent frames made at once (%(default)s)")
+    plan.add_argument("--guidance", action="store_true", help="cfg is not 1: the negative prompt has a cache as well")
     plan.add_argument("--budget", type=float, help="memory for the cache in GB of 2**30 bytes; chooses what fits")
     inspect = _command(commands, "inspect", "method, bits, tokens and parts of a saved span", INSPECT_EXAMPLES)
     inspect.set_defaults(run=lambda options: format_span(inspect_file(options.file)))
@@ -94,7 +97,8 @@ def _plan(options: argparse.Namespace) -> str:
     if budget is not None and not 0 < budget < math.inf:
         raise ValueError(f"budget must be more than 0 GB and a number; got {budget}. Change --budget.")
     budget = None if budget is None else round(budget * GB)
-    plan = make_plan(World(geometry, tokens), options.length, options.block, budget)
+    world = World(geometry, tokens, conditionings=2 if options.guidance else 1)
+    plan = make_plan(world, options.length, options.block, budget)
     if budget is not None:
         require_choice(plan)
     return format_plan(plan)

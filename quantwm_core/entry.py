@@ -32,8 +32,7 @@ class Entry:
 
     def split(self, tokens: int) -> list[Entry]:
         """A block in full precision as its first `tokens` tokens and the rest."""
-        k, v, moment = self.stored.k, self.stored.v, self.stored.moment
-        first, rest = RawBlock(k[:, :tokens], v[:, :tokens], moment), RawBlock(k[:, tokens:], v[:, tokens:], moment)
+        first, rest = self.stored.cut(slice(tokens)), self.stored.cut(slice(tokens, None))
         return [
             Entry(first, [first.tokens], self.first, self.continues, self.mean_key),
             Entry(rest, [rest.tokens], self.first, True, self.mean_key),

@@ -10,6 +10,7 @@ import torch
 
 from .entry import Entry
 from .layer_cache import LayerCache
+from .rotation import Rotation
 
 
 @dataclass
@@ -105,11 +106,12 @@ class HeadGroups:
         v: torch.Tensor,
         queries: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         """See `LayerCache.append`."""
         for group in self.groups:
             asked = None if queries is None else group.take(queries)
-            group.cache.append(group.take(k), group.take(v), asked, lengths)
+            group.cache.append(group.take(k), group.take(v), asked, lengths, rotation)
 
     def commit(self) -> None:
         """See `LayerCache.commit`."""
@@ -160,15 +162,25 @@ class HeadGroups:
         attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """See `LayerCache.attend`; `attention` is called with fewer heads."""
+        return self.attend_each([(queries, k, v)], attention)
+
+    def attend_each(
+        self,
+        prompts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """See `LayerCache.attend_each`."""
         parts = []
         for group in self.groups:
-            out = group.cache.attend(group.take(queries), group.take(k), group.take(v), attention)
+            taken = [tuple(group.take(tensor) for tensor in prompt) for prompt in prompts]
+            out = group.cache.attend_each(taken, attention)
             parts.append(out.unflatten(2, (len(group.heads), -1)))
         return self._together(parts).flatten(2)
 
-    def usage(self) -> Counter[str]:
-        """See `LayerCache.usage`; the groups share no storage."""
-        return sum((cache.usage() for cache in self.caches), Counter())
+    def usage(self, counted: set[int] | None = None) -> Counter[str]:
+        """See `LayerCache.usage`; the groups share rotations and no other storage."""
+        counted = set() if counted is None else counted
+        return sum((cache.usage(counted) for cache in self.caches), Counter())
 
     def bank_bytes(self) -> int:
         """See `LayerCache.bank_bytes`."""

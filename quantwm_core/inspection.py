@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .accounting import against_bf16, format_bytes
-from .span import PARTS, RAW, part_of
+from .span import PARTS, RAW, ROTATION, part_of
 
 # What `PackedSpan.to_savable` writes beside the tensors.
 SIZES = ("tokens", "heads", "head_dim")
@@ -38,11 +38,11 @@ class SavedSpan:
 
     @property
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of every part that is there, `raw` last."""
+        """Bytes of every part that is there, `raw` and the angles of RoPE last."""
         parts: Counter[str] = Counter()
         for tensor in self.tensors:
             parts[tensor.part] += tensor.nbytes
-        return {part: parts[part] for part in (*PARTS, RAW) if parts[part]}
+        return {part: parts[part] for part in (*PARTS, RAW, ROTATION) if parts[part]}
 
     @property
     def batch(self) -> int:

@@ -64,6 +64,16 @@ class KeySteps:
         return tuple(None if t is None else t.data_ptr() for t in (self.rotation, self.basis))
 
 
+def layers_read(method: str, jensen: str, head_dim: int) -> int:
+    """How many layers in full precision are alive while one attends: itself, and a second form of its keys and values.
+
+    To second order that form is as wide as the steps need it: `kivi` has a step for each channel, so it doubles.
+    """
+    if jensen == "off":
+        return 1
+    return 3 if jensen == "second-order" and method == "kivi" and 2 * head_dim <= WIDEST_HEAD else 2
+
+
 @dataclass(frozen=True)
 class _Placed:
     """Steps and the position of their first key."""
@@ -85,7 +95,7 @@ def key_bias(queries: torch.Tensor, steps: KeySteps, exact: bool) -> torch.Tenso
     """b for every query and key, float `[N, T, S]`, from queries float `[N, T, D]`."""
     projected = steps.project(queries)
     if exact:
-        costs = _exact_costs(projected, steps)
+        costs = exact_costs(projected, steps)
     else:
         norms = _group_norms(projected, steps.group_size)
         costs = norms.unsqueeze(2) * steps.levels.square().unsqueeze(1) / (24 * queries.shape[-1])
@@ -178,7 +188,7 @@ def _group_norms(queries: torch.Tensor, group_size: int) -> torch.Tensor:
     return torch.nn.functional.pad(queries, (0, missing)).square().unflatten(-1, (-1, group_size)).sum(-1)
 
 
-def _exact_costs(projected: torch.Tensor, steps: KeySteps) -> torch.Tensor:
+def exact_costs(projected: torch.Tensor, steps: KeySteps) -> torch.Tensor:
     """Summed log(sinh a / a) of each channel group at each level, `[N, T, L, C]`."""
     levels = steps.levels.unsqueeze(1).unsqueeze(-1)
     missing = -projected.shape[-1] % steps.group_size

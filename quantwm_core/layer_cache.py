@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import operations  # noqa: F401  (registers the eager twins)
 from .backends import Dispatcher, call_facts
-from .entry import Entry, moved_piece, storages_of, tensors_of
-from .methods import LayerState, Method
-from .packing import Packer, pack_ready
+from .compiling import uncompiled
+from .entry import Entry
+from .holdings import Holdings
+from .methods import Method
+from .packing import Packer, Reach, pack_ready
 from .prefetch import LayerFetch
+from .rotation import Rotation, check_rotation
 from .settings import CacheSettings
-from .span import PackedSpan, RawBlock, part_of, shares_of, storage_bytes
+from .span import PackedSpan, RawBlock
 from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from .head_groups import HeadGroups
 
 
-class LayerCache:
+class LayerCache(Holdings):
     """History of one layer. Positions are plain ints, so that nothing here has to ask the device for them.
 
     `append` adds tokens at the end, `commit` makes them history and packs what the settings allow, `rewind` drops
     tokens from the end, `read` gives everything back as plain tensors, `attend` attends to history and live tokens.
-    `retire` takes blocks out of reach, for good or into a bank from which `recall` brings them back: positions are part
-    of the keys, so history may have gaps and any order.
+    `Holdings` has what leaves and comes back, and the bytes of all.
     """
 
     def __init__(
@@ -42,53 +43,26 @@ class LayerCache:
         decode_watch: Stopwatch | None = None,
         backend: Dispatcher | None = None,
         packer: Packer | None = None,
+        reach: Reach | None = None,
     ) -> None:
-        self.settings = settings
-        self.method = method
-        self._backend = backend or Dispatcher(settings.backend)
+        backend = backend or Dispatcher(settings.backend)
         # Shared with the other layers of a group; a layer alone has one of its own.
-        self.packer = packer or Packer(settings, method, [value_metric], self._backend, Stopwatch(device))
-        self.device = device
-        self.entries: list[Entry] = []
-        self.pending: list[RawBlock] = []
-        self.bank: list[Entry] = []
-        # By the number of the first block and what the bank holds.
-        self.recalled: dict[tuple[int, int], RawBlock | PackedSpan] = {}
+        packer = packer or Packer(settings, method, [value_metric], backend, Stopwatch(device))
+        super().__init__(settings, device, packer)
+        self.reach = reach or Reach()
+        self.method = method
+        self._backend = backend
         self.keeps_means = False
         # With a budget: how the newest block asked, until bits have been chosen.
         self.newest_moment: torch.Tensor | None = None
         self.following: LayerCache | HeadGroups | None = None
         self._fetch: LayerFetch | None = None
-        self._retired = 0
-        self._leaving: set[int] = set()
-        self._forgotten: set[int] = set()
         # Sum of the moments of the passes over the block to come, and how many they were.
         self._observed: torch.Tensor | None = None
         self._passes = 0
         self.pack_events = 0
         self.workspace_bytes = 0
         self._decode_watch = decode_watch or Stopwatch()
-        self._usage: Counter[str] = Counter()
-        self._seen: set[int] = set()
-
-    @property
-    def end(self) -> int:
-        """Tokens within reach, committed or not."""
-        return self.committed + sum(block.tokens for block in self.pending)
-
-    @property
-    def committed(self) -> int:
-        return sum(entry.stored.tokens for entry in self.entries)
-
-    @property
-    def blocks(self) -> int:
-        """Committed blocks, retired ones included."""
-        return self._retired + sum(entry.blocks for entry in self.entries)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens stored for history, within reach or in the bank."""
-        return self.committed + sum(entry.stored.tokens for entry in self.bank)
 
     @property
     def rehearses(self) -> bool:
@@ -125,28 +99,31 @@ class LayerCache:
         v: torch.Tensor,
         queries: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
-        """Add a block `[B, S, H, D]`; `queries` are those that met these keys, in the same coordinates.
+        """Add a block `[B, S, H, D]`; `queries` are those that met these keys, as attention multiplies them.
 
         Args:
             lengths: add it as several blocks of so many tokens each.
+            rotation: `k` are keys before this RoPE, queries are after theirs. Give all layers the same object: its
+                tables are kept once. Reading and attending gives keys after RoPE; live keys always come after it.
 
         Raises:
-            ValueError: when batch, heads or head width differ from what the cache holds.
+            ValueError: when batch, heads or head width differ from what the cache holds, when the rotation does not
+                fit, or when the settings cannot work on keys before RoPE.
         """
         self._check_shape(k, v)
+        if rotation is not None:
+            self._check_rotation(k, rotation)
         if queries is not None:
             self.observe(queries)
         moment = self._take_observed()
         lengths = list(lengths or (k.shape[1],))
-        for keys, values in zip(k.split(lengths, 1), v.split(lengths, 1)):
-            self.pending.append(RawBlock(keys, values, moment))
+        whole = RawBlock(k, v, moment, rotation)
+        ends = list(accumulate(lengths))
+        self.pending += [whole.cut(slice(end - length, end)) for end, length in zip(ends, lengths)]
 
-    @property
-    def state(self) -> LayerState:
-        """What the method remembers between spans, for all layers that pack together."""
-        return self.packer.state
-
+    @uncompiled
     def commit(self) -> None:
         """Make appended blocks history, and pack every block that no setting keeps in full precision."""
         self.make_history()
@@ -159,7 +136,7 @@ class LayerCache:
         for block in self.pending:
             if self.blocks < self.settings.keep_first_blocks:
                 block.moment = None  # it will never be packed
-            mean = block.k.float().mean(1) if self.keeps_means else None
+            mean = block.turned_k.float().mean(1) if self.keeps_means else None
             self.entries.append(Entry(block, [block.tokens], self.blocks, mean_key=mean))
         self.pending.clear()
         self._recount_raw()
@@ -172,6 +149,7 @@ class LayerCache:
         """
         if not 0 <= tokens <= self.end:
             raise ValueError(f"rewind takes 0 to {self.end} tokens (all that the cache holds); got {tokens}.")
+        self.packer.join()
         self._take_observed()
         while tokens and self.pending:
             tokens = self._shorten(self.pending, tokens)
@@ -198,6 +176,7 @@ class LayerCache:
         stop = start + tokens
         if not 0 <= start <= stop <= self.committed:
             raise ValueError(f"evict takes tokens of the {self.committed} in reach; got those from {start} to {stop}.")
+        self.packer.join()
         blocks, kept, begin = self.blocks, [], 0
         for entry in self.entries:
             end = begin + entry.stored.tokens
@@ -207,51 +186,6 @@ class LayerCache:
         self.entries = kept
         self._retired += blocks - self.blocks
         self._recount()
-
-    def retire(self, blocks: Collection[int], bank: torch.device | None = None) -> None:
-        """Take blocks, by number, out of reach: away for good, or packed as they are into a bank on device `bank`.
-
-        A span of several blocks leaves when all of them are to leave.
-        """
-        self._leaving.update(blocks)
-        out = [entry for entry in self.entries if self._leaving.issuperset(entry.numbers)]
-        if not out:
-            return
-        self.entries = [entry for entry in self.entries if not self._leaving.issuperset(entry.numbers)]
-        self._retired += sum(entry.blocks for entry in out)
-        self._leaving.intersection_update(number for entry in self.entries for number in entry.numbers)
-        if bank is not None:
-            out = [entry for entry in out if not self._forgotten.issuperset(entry.numbers)]
-            shared = self._shared_storages(out)
-            self.bank += [replace(entry, stored=moved_piece(entry.stored, bank, shared)) for entry in out]
-        self._recount()
-
-    def forget(self, blocks: Collection[int]) -> None:
-        """Drop blocks, by number, from the bank; a span of several when all of them are to go."""
-        self._forgotten.update(blocks)
-        self.bank = [entry for entry in self.bank if not self._forgotten.issuperset(entry.numbers)]
-        self._recount()
-
-    def recall(self, blocks: Collection[int]) -> None:
-        """Bring the bank's pieces that hold these blocks, and no others, back into reach, until the next call."""
-        chosen = [entry for entry in self.bank if not set(blocks).isdisjoint(entry.numbers)]
-        # Parts of one block share its number.
-        wanted = {(entry.first, id(entry.stored)): entry.stored for entry in chosen}
-        if self.device is not None and self.settings.cache_device == "gpu":
-            wanted = {key: self.recalled.get(key) or moved_piece(stored, self.device) for key, stored in wanted.items()}
-        self.recalled = wanted
-        self._recount()
-
-    def recall_similar(self, queries: torch.Tensor, count: int) -> None:
-        """Recall the `count` pieces of the bank whose mean key has the largest product with the mean query.
-
-        `queries` `[B, T, H, D]`; needs `keeps_means`. Asks the device for the answer.
-        """
-        if self.bank:
-            means = torch.stack([entry.mean_key for entry in self.bank])
-            scores = torch.einsum("nbhd,bhd->n", means, queries.float().mean(1))
-            best = scores.topk(min(count, len(self.bank))).indices.tolist()
-            self.recall([number for index in best for number in self.bank[index].numbers])
 
     def read(self, live_k: torch.Tensor | None = None, live_v: torch.Tensor | None = None):
         """Everything within reach, followed by the live tokens: contiguous `[B, S, H, D]` keys and values.
@@ -277,71 +211,57 @@ class LayerCache:
 
         `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
         """
-        self._check_shape(k, v)
+        return self.attend_each([(queries, k, v)], attention)
+
+    def attend_each(
+        self,
+        prompts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """As `attend`, for several prompts (queries, keys, values) that ask one history, which is read once for all.
+
+        Returns their outputs, one after the other in the batch.
+        """
+        for _, k, v in prompts:
+            self._check_shape(k, v)
         history = self._fetched_history()
         if self.settings.budget_gb:
             # Positions are part of the keys: spans of one width come together, so that a kernel reads them in one go.
             history.sort(key=_width)
         if self.following is not None:
             self.following.start_fetch()
-        pieces = history + [RawBlock(k, v)]
-        facts = call_facts(self.settings, queries)
-        read = partial(self._gather, pieces) if history else partial(self.read, k, v)
-        return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
+        decoded: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def usage(self) -> Counter[str]:
-        """Resident bytes by part, from real storages, each counted once.
+        def read(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """The history followed by these live tokens, which take the place of those of the prompt before."""
+            nonlocal decoded
+            if not history:
+                return k, v
+            if decoded is None:
+                decoded = self._gather([*history, RawBlock(k, v)])
+            else:
+                for whole, live in zip(decoded, (k, v)):
+                    whole[:, -live.shape[1] :] = live
+            return decoded
 
-        Besides the parts of a span: `raw` (one side kept at 16 bits), `blocks` (kept in full precision), `state`.
-        """
-        usage = Counter(self._usage)
-        usage["state"] += self.state.nbytes(set(self._seen)) // self.packer.layers + storage_bytes(self._means())
-        return usage
-
-    def bank_bytes(self) -> int:
-        """Bytes of what only the bank refers to: neither within reach nor shared with what is."""
-        pieces = [*self.recalled.values(), *(entry.stored for entry in self.entries)]
-        seen: set[int] = set()
-        storage_bytes([*self.state.tensors(), *(t for piece in pieces for t in tensors_of(piece))], seen)
-        return sum(storage_bytes(tensors_of(entry.stored), seen, shares_of(entry.stored)) for entry in self.bank)
-
-    def packed_elements(self) -> int:
-        """Scalars (of keys and values) stored in fewer than 16 bits."""
-        total = 0
-        for entry in self.entries + self.bank:
-            span = entry.stored
-            if not isinstance(span, PackedSpan):
-                continue
-            sides = (span.key_bits != 16) + (span.value_bits != 16)
-            total += sides * span.batch * span.tokens * span.heads * span.head_dim
-        return total
+        outs = []
+        for queries, k, v in prompts:
+            pieces = [*history, RawBlock(k, v)]
+            facts = call_facts(self.settings, queries, _rotated(pieces))
+            outs.append(
+                self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, partial(read, k, v))
+            )
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _history(self) -> list[RawBlock | PackedSpan]:
-        """Pieces within reach."""
+        """Pieces within reach, for reading."""
+        self.packer.join()
         return [*self.recalled.values(), *(entry.stored for entry in self.entries), *self.pending]
 
     def _fetched_history(self) -> list[RawBlock | PackedSpan]:
         """Pieces within reach, on the device where the cache fetches ahead."""
         history = self._history()
         return history if self._fetch is None else self._fetch.take(history)
-
-    def _stored(self) -> Iterator[RawBlock | PackedSpan]:
-        """Everything that takes memory; what was recalled where it lies appears twice."""
-        yield from (entry.stored for entry in self.entries + self.bank)
-        yield from self.recalled.values()
-
-    def _spans(self) -> Iterator[PackedSpan]:
-        return (stored for stored in self._stored() if isinstance(stored, PackedSpan))
-
-    def _means(self) -> list[torch.Tensor]:
-        return [entry.mean_key for entry in self.entries + self.bank if entry.mean_key is not None]
-
-    def _shared_storages(self, leaving: list[Entry]) -> set[int]:
-        """Storages that other spans or the method refer to as well: they stay where they are, once."""
-        count = Counter(p for span in self._spans() for p in storages_of(span))
-        count.update(p for entry in leaving if isinstance(entry.stored, PackedSpan) for p in storages_of(entry.stored))
-        count.update(t.untyped_storage().data_ptr() for t in self.state.tensors())
-        return {pointer for pointer, times in count.items() if times > 1}
 
     def _check_shape(self, k: torch.Tensor, v: torch.Tensor) -> None:
         held = next((entry.stored for entry in self.entries), None) or next(iter(self.pending), None)
@@ -359,6 +279,15 @@ class LayerCache:
                 f"got {(k.shape[0], *k.shape[2:])}. With classifier-free guidance the batch changes: set cfg to 1."
             )
 
+    def _check_rotation(self, k: torch.Tensor, rotation: Rotation) -> None:
+        check_rotation(self.settings)
+        if rotation.cos.shape != (k.shape[1], k.shape[3] / 2) or rotation.cos.device != k.device:
+            raise ValueError(
+                "a rotation has an angle for every token and pair of channels, and is where the keys are; got "
+                f"{list(rotation.cos.shape)} on {rotation.cos.device} for keys {list(k.shape)} on {k.device}. "
+                "Cut it to the block's tokens."
+            )
+
     def replace(self, group: list[int], span: PackedSpan) -> None:
         """Put a span in the place of the entries it was packed from."""
         packed = Entry.joined([self.entries[i] for i in group], span)
@@ -368,7 +297,16 @@ class LayerCache:
 
     def decoded(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` of the entry `index`, on the device where the cache is read."""
+        self.packer.join()
         return self._gather([self.entries[index].stored])
+
+    def as_block(self, index: int) -> RawBlock:
+        """The entry `index` as a block to be packed anew for the newest block's queries."""
+        keys, values = self.decoded(index)
+        rotation = self.entries[index].stored.rotation
+        if rotation is not None:
+            keys = rotation.undo(keys)
+        return RawBlock(keys, values, self.newest_moment, rotation)
 
     def exchange(self, index: int, span: PackedSpan) -> None:
         """Put a span in the place of another one of the same tokens."""
@@ -400,7 +338,8 @@ class LayerCache:
         keys, values = torch.empty(2, batch, total, heads, width, dtype=dtype, device=device)
         self.workspace_bytes = max(self.workspace_bytes, 2 * keys.numel() * keys.element_size())
         with self._decode_watch:
-            self._backend.run("decode_layer", call_facts(self.settings, keys), self.method, pieces, keys, values)
+            facts = call_facts(self.settings, keys, _rotated(pieces))
+            self._backend.run("decode_layer", facts, self.method, pieces, keys, values)
         return keys, values
 
     @staticmethod
@@ -417,23 +356,11 @@ class LayerCache:
         """A block that stays must not keep a larger tensor alive through a view."""
         block = entry.stored
         if isinstance(block, RawBlock) and block.k.untyped_storage().nbytes() > block.k.nbytes:
-            entry.stored = RawBlock(block.k.clone(), block.v.clone(), block.moment)
+            entry.stored = block.owning_storage()
 
-    def _recount(self) -> None:
-        self._usage.clear()
-        self._seen.clear()
-        for span in self._spans():
-            self._count(span)
-        self._recount_raw()
 
-    def _count(self, span: PackedSpan) -> None:
-        for name, tensor in span.tensors.items():
-            self._usage[part_of(name)] += storage_bytes((tensor,), self._seen, span.shares)
-
-    def _recount_raw(self) -> None:
-        blocks = [stored for stored in self._stored() if isinstance(stored, RawBlock)]
-        tensors = [t for b in blocks for t in (b.k, b.v, b.moment) if t is not None]
-        self._usage["blocks"] = storage_bytes(tensors)
+def _rotated(pieces: Sequence[RawBlock | PackedSpan]) -> bool:
+    return any(piece.rotation is not None for piece in pieces)
 
 
 def _width(piece: RawBlock | PackedSpan) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from functools import partial
 
 from .codec.bits import packed_width
 from .codec.codebook import CENTROID_BITS
+from .codec.feedback import packed_count
 from .codec.groups import group_count
 from .codec.midrise import scale_format
 from .methods.base import LayerState
@@ -47,7 +48,7 @@ def span_bytes(
 def state_bytes(settings: CacheSettings, head_dim: int) -> int:
     """Bytes that a method keeps between spans for one head, once it has packed something."""
     if settings.method == "quantwm" and settings.value_bits != 16:
-        return HALF * head_dim**2  # error feedback of values
+        return HALF * packed_count(head_dim)  # error feedback of values
     if settings.method == "quantwm-paper" and settings.key_bits != 16:
         return SINGLE * head_dim**2  # running moment of the queries
     return 0

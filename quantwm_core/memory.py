@@ -97,6 +97,18 @@ class CameraPath:
         return Pose(position, rotation)
 
 
+class PosePath:
+    """A path that is known in advance: poses float64 `[T, 4, 4]`, the last of which goes on for ever."""
+
+    def __init__(self, poses: torch.Tensor) -> None:
+        self._poses = poses
+
+    def pose(self, frame: int) -> Pose:
+        """Pose in a frame."""
+        pose = self._poses[min(frame, len(self._poses) - 1)]
+        return Pose(pose[:3, 3], pose[:3, :3])
+
+
 def pose_distances(pose: Pose, others: Sequence[Pose]) -> torch.Tensor:
     """WorldKV's score of each of `others` against `pose`, float64 `[N]`, smaller is nearer.
 

@@ -33,7 +33,7 @@ def decode_layer(method: Method, pieces: Sequence[Piece], keys: torch.Tensor, va
         if isinstance(piece, PackedSpan):
             keys[:, part], values[:, part] = method.decode(piece.to(keys.device))
         else:
-            keys[:, part], values[:, part] = piece.k, piece.v
+            keys[:, part], values[:, part] = piece.turned_k, piece.v
         start += piece.tokens
 
 

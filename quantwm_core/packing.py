@@ -7,8 +7,8 @@ becomes history in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,9 @@ from .backends import Dispatcher, call_facts
 from .methods import LayerState, Method
 from .prefetch import moved
 from .query_stats import QueryStats
+from .rotation import joined_rotation
 from .settings import CacheSettings
+from .side_stream import SideStream
 from .span import PackedSpan, RawBlock
 from .stopwatch import Stopwatch
 
@@ -32,11 +34,41 @@ GROUP_BYTES = 192 << 20
 TYPICAL_BLOCK = 4680
 
 
-def layers_together(layers: int, bytes_per_token: int) -> int:
-    """How many of `layers` to pack at once, for keys and values of `bytes_per_token` in each: groups of like size."""
-    most = max(1, GROUP_BYTES // (TYPICAL_BLOCK * bytes_per_token))
+@dataclass(frozen=True)
+class Reach:
+    """How a window divides the history: the first `sink` blocks stay for ever, of the others `blocks` at most (0: all).
+
+    Blocks that are packed together leave together, so they must not wait for more than a window holds, nor for those
+    that stay.
+    """
+
+    sink: int = 0
+    blocks: int = 0
+
+    def divided(self, ready: Sequence[int], firsts: Sequence[int], per_span: int) -> list[list[int]]:
+        """Entries `ready`, of blocks `firsts`, as spans of `per_span` blocks, or as many as may be together."""
+        per_span = min(per_span, self.blocks or per_span)
+        stay = [index for index, first in zip(ready, firsts) if first < self.sink]
+        others = ready[len(stay) :]
+        # What is left of those that stay when the last of them comes is a span as well.
+        last = min(per_span, self.sink - firsts[0]) if stay else per_span
+        return _in_spans(stay, last) + _in_spans(others, per_span)
+
+
+def layers_together(layers: int, bytes_per_token: int, block: int = TYPICAL_BLOCK) -> int:
+    """How many of `layers` to pack at once, for keys and values of `bytes_per_token` in each: groups of like size.
+
+    block: tokens of the largest block, or of first frames that are given.
+    """
+    most = max(1, GROUP_BYTES // (block * bytes_per_token))
     groups = -(-layers // most)
     return -(-layers // groups)
+
+
+def waiting_bytes(layers: int, bytes_per_token: int, block: int = TYPICAL_BLOCK) -> int:
+    """Most that a group holds in full precision while it packs: a block of each layer, and again as one batch."""
+    together = layers_together(layers, bytes_per_token, block)
+    return (2 if together > 1 else 1) * together * block * bytes_per_token
 
 
 class Packer:
@@ -44,6 +76,8 @@ class Packer:
 
     Args:
         metrics: for each layer, a function giving the Gram matrix `[H, D, D]` of the output projection, or None.
+        beside: packs on a stream of its own; whoever reads spans then calls `join` first.
+        prefilled: blocks come with queries that were asked before them, and so are earlier ones already.
     """
 
     def __init__(
@@ -53,6 +87,8 @@ class Packer:
         metrics: Sequence[Callable[[], torch.Tensor] | None],
         backend: Dispatcher,
         watch: Stopwatch,
+        beside: torch.device | None = None,
+        prefilled: bool = False,
     ) -> None:
         self.settings = settings
         self.method = method
@@ -60,11 +96,17 @@ class Packer:
         self._metrics = metrics
         self._backend = backend
         self._watch = watch
+        self._side = SideStream(beside)
+        self._prefilled = prefilled
         self.state = LayerState()
 
     def forget(self) -> None:
         """Start anew, as before the first span."""
         self.state = LayerState()
+
+    def join(self) -> None:
+        """Spans that have been packed may be read from here on."""
+        self._side.join()
 
     def pack(
         self, blocks: Sequence[Sequence[RawBlock]], width: tuple[int, int] | None = None, again: bool = False
@@ -77,19 +119,30 @@ class Packer:
         """
         settings = self.settings.in_width(width or self.settings.widths[-1])
         method = self.method if settings is self.settings else replace(self.method, settings=settings)
-        with self._watch:
+        with self._side.work(_inputs(blocks)), self._watch:
             k = _joined([[block.k for block in own] for own in blocks])
             v = _joined([[block.v for block in own] for own in blocks])
             batch = k.shape[0] // self.layers
             if None not in self._metrics:
-                self.state.value_metric = partial(_joined_metrics, self._metrics, batch)
-            stats = QueryStats(own=_moments(blocks), earlier=self.state.earlier.moment)
+                metric = partial(_joined_metrics, self._metrics, batch)
+                self.state.value_metric = partial(self._side.on_callers, metric)
+            # Layers of a group hold the same tokens, so one rotation serves all of them.
+            rotation = joined_rotation([block.rotation for block in blocks[0]])
+            own = _moments(blocks)
+            stats = QueryStats(own, own if self._prefilled else self.state.earlier.moment, rotation)
             tokens = self.state.tokens
-            span = self._backend.run("encode_span", call_facts(settings, k), method, k, v, stats, self.state)
+            facts = call_facts(settings, k, rotation is not None)
+            span = self._backend.run("encode_span", facts, method, k, v, stats, self.state)
+            if rotation is not None and span.rotation is None:
+                raise ValueError(
+                    "a method packs keys as they are met or before RoPE, as it is told; "
+                    f"method {method.name!r} forgot the rotation it was given, and this model's keys come before RoPE. "
+                    "Choose another method."
+                )
             if again:
                 self.state.tokens = tokens
-            elif self.method.uses_earlier_queries and stats.own is not None:
-                self.state.earlier.add(stats.own, k.shape[1])
+            elif self.method.uses_earlier_queries and own is not None and not self._prefilled:
+                self.state.earlier.add(own, k.shape[1])
         if self.settings.cache_device == "cpu":
             span = self._offload(span)
         if self.layers == 1:
@@ -121,10 +174,14 @@ def ready_groups(layer: LayerCache) -> list[list[int]]:
     for index, entry in enumerate(layer.entries):
         if isinstance(entry.stored, RawBlock) and s.keep_first_blocks <= entry.first < last:
             ready.append(index)
-    if layer.method.recent_tokens and ready:
-        ready = _older_than_recent(layer, ready)
-        per_span = max(1, len(ready))
-    return [ready[i : i + per_span] for i in range(0, len(ready) - per_span + 1, per_span)]
+    if layer.method.recent_tokens:
+        older = _older_than_recent(layer, ready) if ready else []
+        return [older] if older else []
+    return layer.reach.divided(ready, [layer.entries[index].first for index in ready], per_span)
+
+
+def _in_spans(entries: Sequence[int], per_span: int) -> list[list[int]]:
+    return [list(entries[i : i + per_span]) for i in range(0, len(entries) - per_span + 1, per_span)]
 
 
 def _older_than_recent(layer: LayerCache, ready: list[int]) -> list[int]:
@@ -163,9 +220,18 @@ def pack_ready(layers: Sequence[LayerCache]) -> None:
 
 def repack(layers: Sequence[LayerCache], index: int, width: tuple[int, int]) -> None:
     """Store the span of entry `index` in other bits, in all layers of a group, minding what the newest block asked."""
-    blocks = [[RawBlock(*layer.decoded(index), layer.newest_moment)] for layer in layers]
+    blocks = [[layer.as_block(index)] for layer in layers]
     for layer, span in zip(layers, layers[0].packer.pack(blocks, width, again=True), strict=True):
         layer.exchange(index, span)
+
+
+def _inputs(blocks: Sequence[Sequence[RawBlock]]) -> Iterator[torch.Tensor]:
+    """All tensors that packing reads, except for the method's own."""
+    for block in (block for own in blocks for block in own):
+        yield from (block.k, block.v)
+        if block.moment is not None:
+            yield block.moment
+    yield from (t for block in blocks[0] if block.rotation is not None for t in block.rotation.tensors)
 
 
 def _joined_metrics(metrics: Sequence[Callable[[], torch.Tensor]], batch: int) -> torch.Tensor:

@@ -36,13 +36,15 @@ class World:
     """A model's cache at one picture size.
 
     frame_tokens: tokens of a latent frame; frames_per_latent: frames of the video that a latent frame stands for, the
-    first one aside; element_bytes: size of the type in which keys and values are computed.
+    first one aside; element_bytes: size of the type in which keys and values are computed; conditionings: 2 where the
+    guider's cfg is not 1, for the negative prompt has a cache of its own.
     """
 
     geometry: CacheGeometry
     frame_tokens: int
     frames_per_latent: int = 4
     element_bytes: int = 2
+    conditionings: int = 1
 
     def latents(self, frames: int) -> int:
         """Latent frames of a video of `frames` frames."""
@@ -155,9 +157,11 @@ def format_plan(plan: MemoryPlan) -> str:
     geometry = plan.world.geometry
     budget = "no budget" if plan.budget is None else f"budget {format_bytes(plan.budget)}"
     latents = plan.world.latents(plan.frames)
+    prompts = f" x {plan.world.conditionings} prompts (cfg)" if plan.world.conditionings > 1 else ""
     lines = [
         f"{plan.frames:,} frames = {latents:,} latent frames x {plan.world.frame_tokens:,} tokens, blocks of "
-        f"{plan.frames_per_block}; {geometry.layers} layers x {geometry.heads} heads x {geometry.head_dim}; {budget}",
+        f"{plan.frames_per_block}; {geometry.layers} layers x {geometry.heads} heads x {geometry.head_dim}{prompts}; "
+        f"{budget}",
     ]
     if plan.chosen is not None:
         chosen = plan.chosen.cache
@@ -182,7 +186,7 @@ def format_plan(plan: MemoryPlan) -> str:
 
 def _row(world: World, settings: CacheSettings, frames: int, rollout: RolloutSettings, budget: int | None) -> PlanRow:
     latents = world.latents(frames)
-    plan = CachePlan(settings, world.geometry, world.element_bytes)
+    plan = _empty_plan(world, settings, min(latents, rollout.frames_per_block))
     for length in rollout.block_lengths(latents):
         plan.append(length * world.frame_tokens)
     cache = plan.bytes()
@@ -196,9 +200,14 @@ def _row(world: World, settings: CacheSettings, frames: int, rollout: RolloutSet
 
 def _longest(world: World, settings: CacheSettings, block: int, budget: int) -> tuple[int, bool]:
     """Latent frames of the longest video in whole blocks within the budget, and whether the search was given up."""
-    plan = CachePlan(settings, world.geometry, world.element_bytes)
+    plan = _empty_plan(world, settings, block)
     for count in range(MOST_BLOCKS):
         plan.append(block * world.frame_tokens)
         if plan.bytes().peak > budget:
             return count * block, False
     return MOST_BLOCKS * block, True
+
+
+def _empty_plan(world: World, settings: CacheSettings, block: int) -> CachePlan:
+    """For blocks of so many latent frames."""
+    return CachePlan(settings, world.geometry, world.element_bytes, world.conditionings, block * world.frame_tokens)

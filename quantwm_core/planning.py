@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .cache import CacheGeometry
+from .jensen import layers_read
 from .layouts import span_bytes, state_bytes
 from .methods import Method, build_method
 from .methods.base import LayerState
 from .overrides import check_overrides, head_groups
-from .packing import layers_together
+from .packing import TYPICAL_BLOCK, layers_together
 from .settings import CacheSettings
 from .span import PARTS, RAW
 
@@ -21,7 +22,7 @@ STAYING = {"quantwm": ("centroids", "psac_u")}
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of a planned cache, named as in a run's record (`accounting.build_record`).
+    """Bytes of a planned cache, of all conditionings, named as in a run's record (`accounting.build_record`).
 
     workspace: the largest decoded layer; waiting: blocks in full precision of the layers that pack together, and the
     copy in which they are joined; on_device: what of the resident bytes the GPU holds.
@@ -55,16 +56,26 @@ class CachePlan:
 
     Args:
         element_bytes: size of the type in which the model computes keys and values.
+        block: tokens of the largest block, as `WorldCache` is told.
+        conditionings: how many prompts remember on their own: 2 with guidance. They are asked one after the other.
 
     Raises:
         ValueError: when the settings' overrides name layers or heads that there are not.
     """
 
-    def __init__(self, settings: CacheSettings, geometry: CacheGeometry, element_bytes: int = 2) -> None:
+    def __init__(
+        self,
+        settings: CacheSettings,
+        geometry: CacheGeometry,
+        element_bytes: int = 2,
+        conditionings: int = 1,
+        block: int = TYPICAL_BLOCK,
+    ) -> None:
         check_overrides(settings.overrides, geometry.layers, geometry.heads)
         self.settings = settings
         self.geometry = geometry
         self.element_bytes = element_bytes
+        self.conditionings = conditionings
         self._largest = self._last = 0
         self._together = 1
         # Layers, or heads of layers, with the same bits are alike: each kind is counted once, for so many layers.
@@ -78,7 +89,7 @@ class CachePlan:
         else:
             kinds[settings, geometry.heads] = geometry.layers
             if settings.compresses:
-                self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers)
+                self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers, block)
         self._layers = [
             (_LayerPlan(own, heads, geometry, element_bytes, self._together > 1), count)
             for (own, heads), count in kinds.items()
@@ -98,20 +109,20 @@ class CachePlan:
     def bytes(self) -> CacheBytes:
         """What the cache takes now."""
         parts, unpacked, state = Counter(dict.fromkeys(PARTS, 0)), 0, 0
-        for layer, count in self._layers:
+        for layer, layers in self._layers:
+            count = layers * self.conditionings
             for name, each in layer.parts.items():
                 parts[name] += each * count
             unpacked += layer.unpacked * count
             state += layer.state * count
         unpacked += parts.pop(RAW, 0)
-        whole = {"tokens": self.tokens, "bf16": self.geometry.bytes_bf16(self.tokens)}
+        whole = {"tokens": self.tokens, "bf16": self.conditionings * self.geometry.bytes_bf16(self.tokens)}
         whole |= {"parts": dict(parts), "unpacked": unpacked, "state": state}
         if not self.settings.compresses:
             return CacheBytes(**whole, workspace=0, waiting=0, on_device=unpacked)
         # The first block has nothing to look back at, and is not decoded.
         workspace = max(layer.decoded for layer, _ in self._layers) if self.tokens > self._last else 0
-        if self.settings.jensen != "off":
-            workspace *= 2
+        workspace *= layers_read(self.settings.method, self.settings.jensen, self.geometry.head_dim)
         copies = 2 if self._together > 1 else 1
         waiting = copies * self._together * self._full(self._largest) // self.geometry.layers
         on_device = sum(parts.values()) + unpacked + state
@@ -216,7 +227,8 @@ def plan_bytes(
     settings: CacheSettings, geometry: CacheGeometry, blocks: Iterable[int], element_bytes: int = 2
 ) -> CacheBytes:
     """What a run that commits `blocks` (tokens of each) holds in the end."""
-    plan = CachePlan(settings, geometry, element_bytes)
+    blocks = list(blocks)
+    plan = CachePlan(settings, geometry, element_bytes, block=max(blocks, default=TYPICAL_BLOCK))
     for tokens in blocks:
         plan.append(tokens)
     return plan.bytes()

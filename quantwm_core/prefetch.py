@@ -22,7 +22,9 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def piece_on(piece: Piece, device: torch.device) -> Piece:
     """The piece on `device`; itself when nothing has to move."""
     if isinstance(piece, RawBlock):
-        return piece if piece.k.device == device else RawBlock(moved(piece.k, device), moved(piece.v, device))
+        if piece.k.device == device:
+            return piece
+        return RawBlock(moved(piece.k, device), moved(piece.v, device), rotation=piece.rotation)
     if all(t.device == device for t in piece.tensors.values()):
         return piece
     return replace(piece, tensors={name: moved(t, device) for name, t in piece.tensors.items()})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-# Rows of the sums that are kept for each layer and head.
+# Rows of the sums `[5, B, H]` that are kept for each layer.
 ASKED, SHIFTED, LOGITS, WRONG, NORM = range(5)
 
 
@@ -59,11 +59,11 @@ class LogitProbe:
                 f"{keys.shape[1]}. Probe without a window."
             )
         true_out = attention(queries, true_k, true_v)
-        sums = self._sums.setdefault(layer, torch.zeros(5, queries.shape[2], dtype=torch.float64))
+        sums = self._sums.setdefault(layer, torch.zeros(5, queries.shape[0], queries.shape[2], dtype=torch.float64))
         self._note_logits(sums, queries, keys, true_k, keys.shape[1] - live[0].shape[1])
         by_head = [t.unflatten(-1, queries.shape[2:]).float() for t in (out - true_out, true_out)]
-        sums[WRONG] += by_head[0].square().sum((0, 1, 3)).cpu()
-        sums[NORM] += by_head[1].square().sum((0, 1, 3)).cpu()
+        sums[WRONG] += by_head[0].square().sum((1, 3)).cpu()
+        sums[NORM] += by_head[1].square().sum((1, 3)).cpu()
         return true_out if self.teacher_forced else out
 
     def commit(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -82,9 +82,14 @@ class LogitProbe:
     def attention_error(self) -> float:
         return math.sqrt(self._share(WRONG, NORM))
 
+    def top1_shift_each(self) -> list[float]:
+        """`top1_shift` of each entry of the batch."""
+        total = sum(sums.sum(2) for sums in self._sums.values())
+        return (total[SHIFTED] / total[ASKED]).tolist() if self._sums else []
+
     def by_head(self) -> dict[str, list[list[float]]]:
         """The three measures by name, each as rows of layers with a value for each head."""
-        layers = [self._sums[layer] for layer in sorted(self._sums)]
+        layers = [self._sums[layer].sum(1) for layer in sorted(self._sums)]
         return {
             "top1_shift": [(s[SHIFTED] / s[ASKED]).tolist() for s in layers],
             "logit_mse": [(s[LOGITS] / s[ASKED]).tolist() for s in layers],
@@ -100,10 +105,10 @@ class LogitProbe:
         got = q @ keys.permute(0, 2, 3, 1).float()
         error = (got - true)[..., :history]
         error = error - error.mean(-1, keepdim=True)
-        sums[ASKED] += q.shape[0] * q.shape[2]
-        sums[SHIFTED] += (got.argmax(-1) != true.argmax(-1)).sum((0, 2)).cpu()
-        sums[LOGITS] += error.square().mean(-1).sum((0, 2)).cpu()
+        sums[ASKED] += q.shape[2]
+        sums[SHIFTED] += (got.argmax(-1) != true.argmax(-1)).sum(2).cpu()
+        sums[LOGITS] += error.square().mean(-1).sum(2).cpu()
 
     def _share(self, part: int, whole: int) -> float:
-        total = sum((sums.sum(1) for sums in self._sums.values()), torch.zeros(5, dtype=torch.float64))
+        total = sum((sums.sum((1, 2)) for sums in self._sums.values()), torch.zeros(5, dtype=torch.float64))
         return float(total[part] / total[whole]) if total[whole] else 0.0

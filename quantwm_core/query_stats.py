@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .backends import eager
+from .rotation import Rotation
 
 
 @eager
@@ -24,10 +25,16 @@ class QueryStats:
     own: moment of the queries of the span's own passes, noisy and clean, `[B, H, D, D]`; all are known when the span
         is packed, so using them is causal.
     earlier: moment of all queries of earlier spans, or None before the first one (QuantWM, section 3.2).
+    rotation: the RoPE that the span's keys get when they are read, None where they have it; queries always have it.
     """
 
     own: torch.Tensor | None = None
     earlier: torch.Tensor | None = None
+    rotation: Rotation | None = None
+
+    def seen(self, metric: torch.Tensor | None) -> torch.Tensor | None:
+        """A metric `[N, D, D]` of keys as queries meet them, for keys as they are stored; see `Rotation.seen`."""
+        return metric if metric is None or self.rotation is None else self.rotation.seen(metric)
 
 
 class RunningMoment:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
 from .codec.bits import pack_bits, unpack_bits
+from .rotation import Rotation
 
 # Where each stored tensor is counted. `raw` keys or values (16 bits) are not packed at all.
 PARTS = ("codes", "ids", "centroids", "scales", "zeros", "psac_c", "psac_u")
 RAW = "raw"
+# Angles that a saved span brings along, `[S, D/2]`; in a run all layers share them and no span is billed for them.
+ROTATION_TABLES = ("rotation_cos", "rotation_sin")
+ROTATION = "rotation"
 
 # Tensors with a token axis, `[B, H, S, ...]` (raw ones `[B, S, H, D]`); all others belong to the whole span.
 PER_TOKEN = {
@@ -33,8 +38,8 @@ PER_TOKEN_GROUP = {"k_group_scales", "k_group_zeros"}
 
 
 def part_of(name: str) -> str:
-    """The part (of `PARTS`, or `raw`) that a stored tensor is billed to."""
-    for part in ("psac_c", "psac_u", "centroids", "codes", "ids", "scales", "zeros", RAW):
+    """The part (of `PARTS`, `raw` or `rotation`) that a stored tensor is billed to."""
+    for part in ("psac_c", "psac_u", "centroids", "codes", "ids", "scales", "zeros", RAW, ROTATION):
         if part in name:
             return part
     raise KeyError(f"stored tensor {name!r} belongs to no part of {PARTS}")
@@ -46,6 +51,7 @@ class PackedSpan:
 
     Tensors may be shared between spans (a codebook or basis learned once); accounting counts each storage once.
     phase: where in its group of tokens the first token lies, once the tokens before it have been cut off.
+    rotation: keys were stored before this RoPE, which decoding applies; shared by all layers, and never moved.
     """
 
     method: str
@@ -61,10 +67,17 @@ class PackedSpan:
     phase: int = 0
     # Spans of other layers that lie in the same storages, this one included; each is billed its part.
     shares: int = 1
+    rotation: Rotation | None = None
 
     @property
     def batch(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
+
+    @cached_property
+    def format(self) -> tuple:
+        """What a reader has to know of it: method, bits of keys and values, group size, rank, keys before RoPE."""
+        turned = self.rotation is not None
+        return self.method, self.key_bits, self.value_bits, self.group_size, self.rank, turned
 
     def by_head(self) -> dict[str, torch.Tensor]:
         """Tensors `[B * H, ...]`, as codecs take them; what was not packed stays `[B, S, H, D]`."""
@@ -76,7 +89,17 @@ class PackedSpan:
 
     def to(self, device: torch.device) -> PackedSpan:
         """The same span on `device`."""
-        return replace(self, tensors={name: t.to(device, non_blocking=True) for name, t in self.tensors.items()})
+        rotation = None if self.rotation is None else self.rotation.to(device)
+        tensors = {name: t.to(device, non_blocking=True) for name, t in self.tensors.items()}
+        return replace(self, tensors=tensors, rotation=rotation)
+
+    def turned(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys `[B, S, H, D]` as attention reads them: after RoPE, if this span stores them before it."""
+        return keys if self.rotation is None else self.rotation.apply(keys)
+
+    def turned_by_heads(self, keys: torch.Tensor) -> torch.Tensor:
+        """The same for float keys `[N, S, D]`, before they are rounded to `dtype`."""
+        return keys if self.rotation is None else self.rotation.apply_by_heads(keys)
 
     def narrow(self, tokens: int) -> PackedSpan:
         """The first `tokens` tokens, in storage of their own, so that the rest is really freed."""
@@ -100,7 +123,9 @@ class PackedSpan:
         tensors = {name: cut(name, tensor) for name, tensor in self.tensors.items()}
         if "k_psac_c_bitmap" in tensors:
             tensors |= self._cut_sparse(tokens)
-        return replace(self, tokens=len(range(self.tokens)[tokens]), tensors=tensors, phase=phase, shares=1)
+        left = len(range(self.tokens)[tokens])
+        rotation = None if self.rotation is None else self.rotation.cut(tokens)
+        return replace(self, tokens=left, tensors=tensors, phase=phase, shares=1, rotation=rotation)
 
     def _cut_sparse(self, tokens: slice) -> dict[str, torch.Tensor]:
         """Coefficients that only some tokens have: the bitmap of tokens that stay, and their rows from the first on."""
@@ -120,33 +145,54 @@ class PackedSpan:
         numbers = ("method", "tokens", "heads", "head_dim", "key_bits", "value_bits", "group_size", "rank", "phase")
         metadata = {name: str(getattr(self, name)) for name in numbers}
         metadata["dtype"] = str(self.dtype).removeprefix("torch.")
-        return {n: t.contiguous().clone() for n, t in self.tensors.items()}, metadata
+        tables = {} if self.rotation is None else dict(zip(ROTATION_TABLES, self.rotation.tensors))
+        return {n: t.contiguous().clone() for n, t in (self.tensors | tables).items()}, metadata
 
     @classmethod
     def from_saved(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> PackedSpan:
         """Inverse of `to_savable`."""
         plain = dict(metadata)
         method, dtype = plain.pop("method"), getattr(torch, plain.pop("dtype"))
-        return cls(method=method, dtype=dtype, tensors=dict(tensors), **{n: int(v) for n, v in plain.items()})
+        own = {name: t for name, t in tensors.items() if name not in ROTATION_TABLES}
+        rotation = Rotation(*(tensors[n] for n in ROTATION_TABLES)) if ROTATION_TABLES[0] in tensors else None
+        return cls(method=method, dtype=dtype, tensors=own, rotation=rotation, **{n: int(v) for n, v in plain.items()})
 
 
 @dataclass(eq=False)
 class RawBlock:
-    """A block in full precision: `[B, S, H, D]` keys and values, and its queries' second moment if a method asks."""
+    """A block in full precision: `[B, S, H, D]` keys and values, and its queries' second moment if a method asks.
+
+    rotation: keys are those before this RoPE; queries, and their moment, are after it.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     moment: torch.Tensor | None = None
+    rotation: Rotation | None = None
 
     @property
     def tokens(self) -> int:
         return self.k.shape[1]
 
+    @property
+    def turned_k(self) -> torch.Tensor:
+        """Keys as attention reads them, after RoPE."""
+        return self.k if self.rotation is None else self.rotation.apply(self.k)
+
     def narrow(self, tokens: int) -> RawBlock:
-        return RawBlock(self.k[:, :tokens].clone(), self.v[:, :tokens].clone(), self.moment)
+        return self.cut(slice(tokens)).owning_storage()
 
     def tail(self, start: int) -> RawBlock:
-        return RawBlock(self.k[:, start:].clone(), self.v[:, start:].clone(), self.moment)
+        return self.cut(slice(start, None)).owning_storage()
+
+    def cut(self, tokens: slice) -> RawBlock:
+        """Some tokens; shares storage."""
+        rotation = None if self.rotation is None else self.rotation.cut(tokens)
+        return RawBlock(self.k[:, tokens], self.v[:, tokens], self.moment, rotation)
+
+    def owning_storage(self) -> RawBlock:
+        """The same in storage of its own; the rotation belongs to all layers and stays."""
+        return replace(self, k=self.k.clone(), v=self.v.clone())
 
 
 def shares_of(piece: RawBlock | PackedSpan) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .settings import _require_range
+from .settings import _require_choice, _require_range
 
 MAX_FRAMES_PER_BLOCK = 64
+SOLVERS = ("automatic", "few-step", "unipc")
 MAX_FRAMES = 1 << 16
 
 
@@ -15,7 +16,9 @@ class RolloutSettings:
     """How a video is made block by block. Lengths are latent frames.
 
     window: newest frames that stay in reach, 0 for all; sink: first frames that stay for ever beside them;
-    context_noise: noise level, 0 to 1, at which a finished block is shown to the model to be remembered.
+    context_noise: noise level, 0 to 1, at which a finished block is shown to the model to be remembered;
+    solver: how a block gets from one noise level to the next: `few-step` by new noise on the finished picture,
+    `unipc` along one path, `automatic` as the conditioning says (few-step where it says nothing).
 
     Raises:
         ValueError: for a value out of its domain; the message names the rule, the value and the remedy.
@@ -25,8 +28,10 @@ class RolloutSettings:
     window: int = 0
     sink: int = 0
     context_noise: float = 0.0
+    solver: str = "automatic"
 
     def __post_init__(self) -> None:
+        _require_choice("solver", self.solver, SOLVERS)
         _require_range("frames_per_block", self.frames_per_block, 1, MAX_FRAMES_PER_BLOCK, "a model is trained for few")
         _require_range("window", self.window, 0, MAX_FRAMES, "it counts latent frames")
         _require_range("sink", self.sink, 0, MAX_FRAMES, "it counts latent frames")

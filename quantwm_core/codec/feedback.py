@@ -34,6 +34,30 @@ def feedback_matrix(metric: torch.Tensor) -> torch.Tensor:
     return (weights * (block[:, None] > block[None, :])).bfloat16()
 
 
+def packed_weights(weights: torch.Tensor) -> torch.Tensor:
+    """The part of `feedback_matrix` that is not zero, for keeping: bf16 `[N, D, D]` -> `[N, packed_count(D)]`."""
+    starts = range(BLOCK, weights.shape[-1], BLOCK)
+    rows = [weights[:, start : start + BLOCK, :start].flatten(1) for start in starts]
+    return torch.cat(rows, dim=1) if rows else weights.new_zeros(len(weights), 0)
+
+
+def unpacked_weights(packed: torch.Tensor, channels: int) -> torch.Tensor:
+    """`[N, channels, channels]` as `feedback_matrix` gives it, from `packed_weights`."""
+    weights = packed.new_zeros(packed.shape[0], channels, channels)
+    taken = 0
+    for start in range(BLOCK, channels, BLOCK):
+        rows = weights[:, start : start + BLOCK, :start]
+        count = rows.shape[1] * start
+        rows.copy_(packed[:, taken : taken + count].unflatten(1, (rows.shape[1], start)))
+        taken += count
+    return weights
+
+
+def packed_count(channels: int) -> int:
+    """Numbers that `packed_weights` keeps of one matrix."""
+    return sum(min(BLOCK, channels - start) * start for start in range(BLOCK, channels, BLOCK))
+
+
 def quantize_with_feedback(
     residual: torch.Tensor,
     weights: torch.Tensor | None,

@@ -21,6 +21,8 @@ def leading_eigenvectors(moment: torch.Tensor, rank: int) -> torch.Tensor:
     # LAPACK and cuSOLVER differ in the last bits only; on devices without a solver the CPU's is used.
     device = moment.device
     work = moment.double() if device.type in ("cpu", "cuda") else moment.cpu().double()
+    # A model that computes nonsense gives black frames without this pack; it must not end in a solver's error with it.
+    work = work.nan_to_num(0.0, 0.0, 0.0)
     peak = work.abs().amax((1, 2), keepdim=True).clamp_min(1e-300)
     _, vectors = torch.linalg.eigh(work / peak)
     return vectors[..., -rank:].to(device=device, dtype=moment.dtype)

@@ -41,7 +41,8 @@ class KIVI:
         tensors |= {"v_raw": raw_copy(v)} if s.value_bits == 16 else _encode_values(by_heads(v), s.value_bits)
         state.tokens += tokens
         tensors = {n: t if n.endswith("_raw") else t.unflatten(0, (batch, heads)) for n, t in tensors.items()}
-        return PackedSpan(self.name, tokens, heads, head_dim, s.key_bits, s.value_bits, GROUP, 0, k.dtype, tensors)
+        form = (s.key_bits, s.value_bits, GROUP, 0, k.dtype)
+        return PackedSpan(self.name, tokens, heads, head_dim, *form, tensors, rotation=stats.rotation)
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` in the dtype they came in."""
@@ -52,7 +53,9 @@ class KIVI:
             codes = torch.nn.functional.pad(codes, (span.phase, 0))
             step, low = (flat[name].transpose(1, 2) for name in ("k_group_scales", "k_group_zeros"))
             decoded = minmax_dequantize(codes, step, low, GROUP)[..., span.phase :].transpose(1, 2)
-            keys = from_heads(decoded, span.batch, span.dtype)
+            keys = from_heads(span.turned_by_heads(decoded), span.batch, span.dtype)
+        else:
+            keys = span.turned(keys)
         if values is None:
             codes = unpack_bits(flat["v_codes"], span.value_bits, span.head_dim)
             decoded = minmax_dequantize(codes, flat["v_scales"], flat["v_zeros"], GROUP)

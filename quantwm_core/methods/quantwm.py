@@ -17,7 +17,7 @@ import torch
 
 from ..codec.bits import pack_bits, unpack_bits
 from ..codec.codebook import Codebook, gather_centroids
-from ..codec.feedback import feedback_matrix, quantize_with_feedback
+from ..codec.feedback import feedback_matrix, packed_weights, quantize_with_feedback, unpacked_weights
 from ..codec.groups import group_count, spread_groups
 from ..codec.kmeans import ITERATIONS, WARM_ITERATIONS, evenly_spaced, kmeans, nearest_centroid, scattered_tokens
 from ..codec.midrise import (
@@ -32,6 +32,7 @@ from ..codec.psac import decode_coefficients_int4, encode_coefficients_int4, lea
 from ..codec.qsac import BUCKETS, assign_query_sensitive, channel_weights
 from ..jensen import KeySteps
 from ..query_stats import QueryStats
+from ..rotation import Rotation
 from ..settings import MAX_CENTROIDS, CacheSettings
 from ..span import PackedSpan, by_heads, from_heads
 from .base import LayerState, raw_copy
@@ -49,10 +50,19 @@ def automatic_rank(head_dim: int) -> int:
 
 @dataclass
 class KeySteering:
-    """What the queries say about keys: directions to correct bf16 `[N, D, rank]`, error feedback bf16 `[N, D, D]`."""
+    """What the queries say about keys: directions to correct bf16 `[N, D, rank]`, error feedback bf16 `[N, D, D]`.
+
+    rotation: keys are stored before this RoPE. The directions are those of queries, after it; the feedback is for keys
+        as they are stored.
+    """
 
     basis: torch.Tensor | None
     feedback: torch.Tensor | None
+    rotation: Rotation | None = None
+
+    def errors(self, stored: torch.Tensor) -> torch.Tensor:
+        """Errors float `[N, S, D]` of stored keys as queries meet them."""
+        return stored if self.rotation is None else self.rotation.apply_by_heads(stored)
 
 
 @dataclass(frozen=True)
@@ -84,22 +94,24 @@ class QuantWM:
         s = self.settings
         moment = None if stats.own is None else stats.own.flatten(0, 1)
         rank = self._rank(head_dim) if moment is not None and self.correction and s.key_bits != 16 else 0
-        steering = self._steer(moment, rank, tokens, state) if s.key_bits != 16 else None
+        steering = self._steer(moment, rank, tokens, stats, state) if s.key_bits != 16 else None
         tensors = {"v_raw": raw_copy(v)} if s.value_bits == 16 else self._encode_values(v, state)
-        tensors |= {"k_raw": raw_copy(k)} if steering is None else self._encode_keys(k, moment, steering, state)
+        seen = stats.seen(moment)
+        tensors |= {"k_raw": raw_copy(k)} if steering is None else self._encode_keys(k, seen, steering, state)
         state.tokens += tokens
         tensors = {n: t if n.endswith("_raw") else t.unflatten(0, (batch, heads)) for n, t in tensors.items()}
-        return PackedSpan(
-            self.name, tokens, heads, head_dim, s.key_bits, s.value_bits, s.group_size, rank, k.dtype, tensors
-        )
+        form = (s.key_bits, s.value_bits, s.group_size, rank, k.dtype)
+        return PackedSpan(self.name, tokens, heads, head_dim, *form, tensors, rotation=stats.rotation)
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` in the dtype they came in."""
         flat = span.by_head()
         keys, values = flat.get("k_raw"), flat.get("v_raw")
         if keys is None:
-            keys = _decode_residual(flat, "k", span.key_bits, span) + _decode_correction(flat, span.rank)
-            keys = from_heads(keys, span.batch, span.dtype)
+            keys = span.turned_by_heads(_decode_residual(flat, "k", span.key_bits, span))
+            keys = from_heads(keys + _decode_correction(flat, span.rank), span.batch, span.dtype)
+        else:
+            keys = span.turned(keys)
         if values is None:
             values = from_heads(_decode_residual(flat, "v", span.value_bits, span), span.batch, span.dtype)
         return keys, values
@@ -119,9 +131,12 @@ class QuantWM:
     def centroid_count(self, tokens: int, tokens_per_centroid: int) -> int:
         return min(tokens, self.settings.centroids or max(1, min(MAX_CENTROIDS, tokens // tokens_per_centroid)))
 
-    def _steer(self, moment: torch.Tensor | None, rank: int, tokens: int, state: LayerState) -> KeySteering:
+    def _steer(
+        self, moment: torch.Tensor | None, rank: int, tokens: int, stats: QueryStats, state: LayerState
+    ) -> KeySteering:
         basis = key_basis(moment, rank, tokens, state, key_directions)
-        return KeySteering(basis, key_feedback(moment, basis) if moment is not None and self.feedback else None)
+        wanted = moment is not None and self.feedback
+        return KeySteering(basis, key_feedback(moment, basis, stats) if wanted else None, stats.rotation)
 
     def _encode_keys(
         self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering, state: LayerState
@@ -140,7 +155,7 @@ class QuantWM:
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}
         basis = steering.basis
         if basis is not None:
-            error = (residual - decoded).bfloat16().float()
+            error = steering.errors(residual - decoded).bfloat16().float()
             coefficients, scales, factor = encode_coefficients_int4(error @ basis.float())
             tensors |= {"k_psac_c": coefficients, "k_psac_c_scales": scales, "k_psac_c_factor": factor}
             tensors["k_psac_u"] = basis
@@ -154,13 +169,13 @@ class QuantWM:
             book = learn_codebook(x, count, earlier_codebook(state, "v", x.shape[0], count))
             state.learn("v_centroids", tokens, v_centroids=book.codes, v_centroids_grid=book.grid)
         if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
-            state.learn("v_feedback", tokens, v_feedback=feedback_matrix(state.value_metric()))
+            state.learn("v_feedback", tokens, v_feedback=packed_weights(feedback_matrix(state.value_metric())))
         book = Codebook(state.shared["v_centroids"], state.shared["v_centroids_grid"])
         centroids = book.decode()
         ids = nearest_centroid(x, centroids)
         steering = state.shared.get("v_feedback")
         if steering is not None:
-            steering = steering.repeat(x.shape[0] // steering.shape[0], 1, 1)
+            steering = unpacked_weights(steering, x.shape[-1]).repeat(x.shape[0] // steering.shape[0], 1, 1)
         tensors, _ = self._encode_residual(
             "v", x - gather_centroids(centroids, ids), ids, self.settings.value_bits, steering
         )
@@ -228,14 +243,22 @@ def key_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     return leading_eigenvectors(moment, rank).bfloat16()
 
 
-def key_feedback(moment: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
-    """Feedback weights for keys: directions that the correction restores anyway cost nothing, so errors go there."""
+def key_metric(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats) -> torch.Tensor:
+    """What an error of a stored key costs, float `[N, D, D]`: nothing in directions that the correction restores.
+
+    Moment and basis are those of queries; `stats` say whether keys are stored before RoPE.
+    """
     if basis is not None:
         basis = basis.float()
         eye = torch.eye(moment.shape[-1], device=moment.device)
         complement = eye - basis @ basis.transpose(1, 2)
         moment = complement @ moment @ complement.transpose(1, 2)
-    return feedback_matrix(moment)
+    return stats.seen(moment)
+
+
+def key_feedback(moment: torch.Tensor, basis: torch.Tensor | None, stats: QueryStats) -> torch.Tensor:
+    """Feedback weights for keys: errors go where they cost least."""
+    return feedback_matrix(key_metric(moment, basis, stats))
 
 
 def _decode_residual(flat: dict[str, torch.Tensor], prefix: str, bits: int, span: PackedSpan) -> torch.Tensor:

@@ -76,11 +76,14 @@ class QuantWMPaper:
             tensors["k_raw"] = raw_copy(k)
         else:
             keys = by_heads(k)
-            stored, zeros["k"], decoded = self._encode_side("k", keys, s.key_bits, moment)
+            stored, zeros["k"], decoded = self._encode_side("k", keys, s.key_bits, stats.seen(moment))
             tensors |= stored
             if self.correction and moment is not None:
                 rank = min(s.rank or PAPER_RANK, head_dim)
-                tensors |= _encode_correction(keys - decoded, moment, rank)
+                error = keys - decoded
+                if stats.rotation is not None:
+                    error = stats.rotation.apply_by_heads(error)
+                tensors |= _encode_correction(error, moment, rank)
         if s.value_bits == 16:
             tensors["v_raw"] = raw_copy(v)
         else:
@@ -90,9 +93,8 @@ class QuantWMPaper:
             tensors["zeros"] = _pack_zeros(zeros, s.key_bits, s.value_bits)
         state.tokens += tokens
         tensors = {n: t if n.endswith("_raw") else t.unflatten(0, (batch, heads)) for n, t in tensors.items()}
-        return PackedSpan(
-            self.name, tokens, heads, head_dim, s.key_bits, s.value_bits, s.group_size, rank, k.dtype, tensors
-        )
+        form = (s.key_bits, s.value_bits, s.group_size, rank, k.dtype)
+        return PackedSpan(self.name, tokens, heads, head_dim, *form, tensors, rotation=stats.rotation)
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` in the dtype they came in."""
@@ -100,8 +102,10 @@ class QuantWMPaper:
         zeros = _unpack_zeros(flat.get("zeros"), span)
         keys, values = flat.get("k_raw"), flat.get("v_raw")
         if keys is None:
-            decoded = _decode_side(flat, "k", span.key_bits, zeros["k"], span)
+            decoded = span.turned_by_heads(_decode_side(flat, "k", span.key_bits, zeros["k"], span))
             keys = from_heads(decoded + _decode_correction(flat, span), span.batch, span.dtype)
+        else:
+            keys = span.turned(keys)
         if values is None:
             values = from_heads(_decode_side(flat, "v", span.value_bits, zeros["v"], span), span.batch, span.dtype)
         return keys, values

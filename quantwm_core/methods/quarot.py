@@ -1,7 +1,7 @@
 """`quarot`: keys and values rotated by a Hadamard matrix, then rounded as `rtn` does (QuaRot, arXiv 2404.00456).
 
-The rotation spreads outlier channels over all others, after RoPE. The paper rotates the queries too; decoding turns
-keys back instead, which gives the same logits and leaves the model's own attention as it is.
+The rotation spreads outlier channels over all others, in keys as they are stored. The paper rotates the queries too;
+decoding turns keys back instead, which gives the same logits and leaves the model's own attention as it is.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ class QuaRot:
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` in the dtype they came in."""
-        decoded = plain_rounding(self.settings, self.name).decode(replace(span, dtype=torch.float32))
+        rotated = replace(span, dtype=torch.float32, rotation=None)
         keys, values = (
-            x if bits == 16 else (x @ _rotation(x).T).to(span.dtype)
-            for x, bits in zip(decoded, (span.key_bits, span.value_bits))
+            x if bits == 16 else x @ _rotation(x).T
+            for x, bits in zip(
+                plain_rounding(self.settings, self.name).decode(rotated), (span.key_bits, span.value_bits)
+            )
         )
-        return keys, values
+        return span.turned(keys).to(span.dtype), values.to(span.dtype)
 
     def key_steps(self, span: PackedSpan) -> list[KeySteps]:
         steps = plain_rounding(self.settings, self.name).key_steps(span)

@@ -50,14 +50,18 @@ class QVG:
                 tensors |= self._encode_side(side, by_heads(x), bits, group_size)
         state.tokens += tokens
         tensors = {n: t if n.endswith("_raw") else t.unflatten(0, (batch, heads)) for n, t in tensors.items()}
-        return PackedSpan(self.name, tokens, heads, head_dim, s.key_bits, s.value_bits, group_size, 0, k.dtype, tensors)
+        form = (s.key_bits, s.value_bits, group_size, 0, k.dtype)
+        return PackedSpan(self.name, tokens, heads, head_dim, *form, tensors, rotation=stats.rotation)
 
     def decode(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[B, S, H, D]` in the dtype they came in."""
         flat = span.by_head()
         keys, values = flat.get("k_raw"), flat.get("v_raw")
         if keys is None:
-            keys = from_heads(_decode_side(flat, "k", span.key_bits, span), span.batch, span.dtype)
+            decoded = span.turned_by_heads(_decode_side(flat, "k", span.key_bits, span))
+            keys = from_heads(decoded, span.batch, span.dtype)
+        else:
+            keys = span.turned(keys)
         if values is None:
             values = from_heads(_decode_side(flat, "v", span.value_bits, span), span.batch, span.dtype)
         return keys, values

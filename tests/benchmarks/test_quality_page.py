@@ -63,7 +63,8 @@ def test_figures_command_and_machine(tmp_path):
         "| `quantwm` | 2, 2 | 2.61 | 5.80x | 41.3 \u00b1 1.2 | 34.7 | 0.996 \u00b1 0.001 | 1.23 | 34.2 \u00b1 0.5 |"
         in text
     )
-    assert "| 4.8 % | 0.0696 | 13.39 % | 4.50 | 6.49 | 36.9 |" in text
+    assert "| 4.8 \u00b1 0.2 | 0.0696" in page(tmp_path, run(row(top1_shift_ci95=0.0021)))
+    assert "| 4.8 | 0.0696 | 13.39 % | 4.50 | 6.49 | 36.9 |" in text
     methods, ablation = text.split("## Ablation: rank")
     assert "| `rtn` rank 8 | 2, 2 | 2.61 | 5.80x | 41.3 | 34.7 |" in ablation and "rank 8" not in methods
     assert "| `quantwm` | 1.0 | 2.0 | **30.0** | 4.0 |" in text.split("## Where the damage sits")[1]

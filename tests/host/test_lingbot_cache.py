@@ -42,6 +42,15 @@ def test_rolling_for_twelve_blocks(host, model, method):
     assert handle.record["tokens"] == V2.window * TOKENS and handle.record["blocks"] == 12
 
 
+@pytest.mark.parametrize("span_blocks", [2, 8])
+def test_spans_longer_than_the_window_are_packed(host, model, span_blocks):
+    """The window holds the sink and one block: a span waits for no more than that."""
+    clone, handle = patched(host, model, method="rtn", span_blocks=span_blocks)
+    assert run(clone, LONG).isfinite().all()
+    assert handle.record["bytes_packed"] > 0 and handle.record["bytes_unpacked"] == 0
+    assert handle.record["tokens"] == V2.window * TOKENS
+
+
 def test_more_bits_come_closer_while_rolling(host, model):
     native = run(model, V2)
     errors = []
@@ -133,17 +142,37 @@ def test_narrow_weights_do_not_narrow_the_cache(host, dtype):
     assert run(patched(host, model)[0], V2).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"concat_latent_image": None}, "starts from a picture. Connect LingBot Conditioning"),
-        ({"cfg": 5.0}, "one conditioning per step"),
-    ],
-    ids=["no picture", "guidance"],
-)
-def test_refusals(host, model, changes, message):
-    with pytest.raises(ValueError, match=message):
-        run(patched(host, model)[0], V2, **changes)
+def test_causal_pretrain_keeps_a_cache_for_each_prompt(host, model):
+    """R8 on LingBot-World: `off` is bit-equal, packed caches of both are counted, and both windows roll."""
+    sampler = importlib.import_module("quantwm_pack.world_models.causal_wan.sampler")
+    rollout = importlib.import_module("quantwm_pack.quantwm_core.window").RolloutSettings
+    pretrain = replace(case.PRETRAIN, steps=6)
+
+    def sample(each, version=pretrain, **changes):
+        asked = {"sampler": sampler.WorldSampler(rollout(version.block, solver="unipc"))} | changes
+        return run(each, version, **asked)
+
+    native = sample(model)
+    off, handle = patched(host, model, method="off")
+    assert torch.equal(sample(off), native)
+    assert handle.record["conditionings"] == 2 and handle.record["tokens"] == pretrain.frames * TOKENS
+    packed, handle = patched(host, model)
+    assert sample(packed).isfinite().all()
+    both = handle.record["bytes_packed"]
+    sample(packed, cfg=1.0)
+    assert both == 2 * handle.record["bytes_packed"]
+    # Sampler AR Video takes steps of its own kind, and the same two caches.
+    rolled = run(packed, LONG, cfg=5.0)
+    assert rolled.isfinite().all() and handle.record["tokens"] == V2.window * TOKENS
+    raw, _ = patched(host, model, keep_first_blocks=12)
+    window = {host.world_models.lingbot.WINDOW_KEY: host.world_models.lingbot.AttentionWindow(7, 2)}
+    long = replace(pretrain, blocks=4, poses=61)
+    torch.testing.assert_close(sample(raw, long, **window), sample(model, long, **window), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_without_its_picture_is_refused(host, model):
+    with pytest.raises(ValueError, match="starts from a picture. Connect LingBot Conditioning"):
+        run(patched(host, model)[0], V2, concat_latent_image=None)
 
 
 def test_a_block_that_does_not_fit_into_the_window(host, model):
@@ -157,3 +186,31 @@ def test_other_samplers_are_refused(host, model):
 
     with pytest.raises(ValueError, match="block by block. Sample it with Sampler AR Video"):
         run(model, V2, sampler=comfy.samplers.ksampler("euler"))
+
+
+def test_blocks_come_back_by_the_camera_of_the_conditioning(host, model):
+    """A camera that turns away and back again: the last block sees what the first blocks after the sink have seen."""
+    core, lingbot = host.quantwm_core, host.world_models.lingbot
+    causal = importlib.import_module("quantwm_pack.world_models.causal_wan.sampler")
+    paths = importlib.import_module("quantwm_pack.world_models.lingbot.paths")
+    version = replace(V2, blocks=9, poses=4 * 36 - 3)
+    path = lingbot.CameraPath(
+        paths.from_keyframes("0 0 0 0 0\n70 0 0 0 150\n140 0 0 0 0", 141), (416.0, 416.0, 416.0, 240.0)
+    )
+    changes = {lingbot.CAMERA_KEY: lingbot.latent_camera(path, 141, 36), lingbot.WINDOW_KEY: None}
+    chained = changes[lingbot.CAMERA_KEY].chained()
+    torch.testing.assert_close(chained[-1], torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5)
+    recalled = []
+
+    memory = core.memory.MemorySettings(blocks=2)
+    sampler = causal.WorldSampler(core.window.RolloutSettings(4, window=4, sink=4), memory=memory)
+    packed, handle = patched(host, model)
+    with pytest.MonkeyPatch.context() as patch:
+        recall = core.WorldCache.recall
+        patch.setattr(
+            core.WorldCache, "recall", lambda self, blocks: (recalled.append(list(blocks)), recall(self, blocks))
+        )
+        assert run(packed, version, sampler=sampler, **changes).isfinite().all()
+    assert handle.record["blocks_in_bank"] == 7
+    # Latent frame 17.5 is where it turns back: the middles of blocks 6 and 7 are mirrored into frames 9 and 5.
+    assert recalled[:2] == [[], []] and recalled[6:8] == [[1, 2], [1, 2]]

@@ -1,4 +1,4 @@
-"""The LingBot-World template in a real ComfyUI server, on a small checkpoint with random weights."""
+"""The LingBot-World templates in a real ComfyUI server, on a small checkpoint with random weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from support.prompts import LATENT_NODE, without_cache_nodes
 from support.server import ComfyServer, PromptFailed
 
 TEMPLATE = ROOT / "workflows" / "lingbot-v2-image-to-world.json"
+LONG_TEMPLATE = ROOT / "workflows" / "lingbot-v2-long-world-retrieval.json"
 WIDTH, HEIGHT, TOKENS = 64, 48, 12
 BLOCKS, WINDOW = 15, 18
 LENGTH = 4 * (4 * BLOCKS - 1) + 1
+LONG_LENGTH = 317  # of the long template: 20 blocks
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +42,17 @@ def models(server) -> ComfyServer:
 
 @pytest.fixture(scope="module")
 def template(models) -> dict:
-    """The template as a prompt, small: the text encoder stood in for, its latent saved."""
-    info = models.object_info()
-    prompt = to_api_prompt(json.loads(TEMPLATE.read_text()), info)
+    return small_prompt(models, TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def long_template(models) -> dict:
+    return small_prompt(models, LONG_TEMPLATE)
+
+
+def small_prompt(models: ComfyServer, file: Path) -> dict:
+    """A template as a prompt, small: the text encoder stood in for, its latent saved."""
+    prompt = to_api_prompt(json.loads(file.read_text()), models.object_info())
     loader = prompt[node_of(prompt, "QuantWMLoadWorldModel")]["inputs"]
     loader["model_name"] = "lingbot-world-v2-1.3b-causal-fast/model-00001-of-00002.safetensors"
     text = node_of(prompt, "CLIPTextEncode")
@@ -128,3 +139,44 @@ def test_wrong_input_is_refused_at_its_node(models, template, inputs, message):
 
 def test_pose_files_run(models, template, sample):
     assert sample(models, changed(template, motion="files", folder="poses")).isfinite().all()
+
+
+def test_long_template_brings_blocks_back_while_its_window_rolls(models, long_template):
+    """K2V2, 20 blocks: of the sink's block and the newest one everything else is in the bank."""
+    entry = models.run(changed(long_template, length=LONG_LENGTH, method="quantwm"))
+    record = record_in("\n".join(entry["outputs"][node_of(long_template, "QuantWMCacheStats")]["text"]))
+    assert (record["key_bits"], record["value_bits"], record["blocks"]) == (2, 2, 20)
+    assert record["tokens"] == 80 * TOKENS and record["blocks_in_bank"] == 18
+    assert 0 < record["bytes_bank"] < record["bytes_packed"]
+    (video,) = entry["outputs"][node_of(long_template, "SaveVideo")]["images"]
+    assert video["filename"].endswith(".mp4")
+
+
+def test_long_template_off_and_what_comes_back(models, long_template, sample):
+    """`off` is bit-equal to a graph without our cache nodes; what comes back changes the frames after it left."""
+    short = {"length": 4 * 39 + 1, "noise_seed": 3, "keyframes": "0 0 0 0 0\n78 0 0 0 120\n156 0 0 0 0"}
+    off = changed(long_template, method="off", **short)
+    latents = [sample(models, each) for each in (off, without_cache_nodes(off))]
+    assert torch.equal(*latents) and latents[0].isfinite().all()
+    forgetful = sample(models, changed(long_template, method="off", retrieval="off", **short))
+    same = (forgetful == latents[0]).all(dim=(0, 1, 3, 4))
+    assert same[:12].all() and not same[12:].any()
+    packed = sample(models, changed(long_template, method="quantwm", **short))
+    assert packed.isfinite().all() and not torch.equal(packed, latents[0])
+
+
+def test_causal_pretrain_in_a_graph(models, long_template, sample):
+    """CFG Guider with both prompts; two caches are counted. Few steps, as the weights are random."""
+    prompt = changed(long_template, length=29, version="v2 causal-pretrain", window=0, sink=0, retrieval="off")
+    conditioning, guider = (node_of(prompt, kind) for kind in ("QuantWMLingBotConditioning", "BasicGuider"))
+    inputs = prompt[guider]["inputs"]
+    prompts = {"positive": [conditioning, 0], "negative": [conditioning, 4], "cfg": 5.0, "model": inputs["model"]}
+    prompt[guider] = {"class_type": "CFGGuider", "inputs": prompts}
+    sampler = prompt[node_of(prompt, "SamplerCustomAdvanced")]["inputs"]
+    prompt["few"] = {"class_type": "SplitSigmas", "inputs": {"sigmas": sampler["sigmas"], "step": 36}}
+    sampler["sigmas"] = ["few", 1]
+    entry = models.run(prompt)
+    report = "\n".join(entry["outputs"][node_of(prompt, "QuantWMCacheStats")]["text"])
+    record = record_in(report)
+    assert record["conditionings"] == 2 and record["tokens"] == 8 * TOKENS
+    assert "for each of 2 conditionings (cfg)" in report

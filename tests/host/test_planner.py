@@ -103,3 +103,22 @@ def test_chart_shows_what_fits_at_any_budget(host, model, core, share, large, sm
     red = sum(image.getpixel((charts.BARS + 1, y))[0] > 200 for y in middles)
     assert red == sum(not plan.fits(row) for row in plan.rows)
     assert (red > 0, red < len(middles)) == (large, small)
+
+
+@pytest.mark.parametrize("method", ["quantwm", "rtn", "off"])
+def test_guidance_is_planned_as_it_runs(host, model, core, method):
+    settings = core.settings(method, *((16, 16) if method == "off" else (2, 2)))
+    world = host.world_models.world_of(model, WIDTH, HEIGHT)
+    plan = core.planning.CachePlan(settings, world.geometry, world.element_bytes, conditionings=2)
+    for _ in range(6):
+        plan.append(3 * TOKENS_PER_FRAME)
+    packed, handle = host.world_models.attach(model, settings)
+    run(packed, 18, 3, cfg=3.0)
+    record, planned = handle.record, plan.bytes()
+    resident = record["bytes_packed"] + record["bytes_unpacked"] + record["bytes_state"]
+    assert planned.resident == pytest.approx(resident, rel=0.02) and planned.bf16 == record["bytes_bf16"]
+
+
+def test_the_node_plans_for_guidance(model, planner, core):
+    alone, both = (planner.execute(model, WIDTH, HEIGHT, 81, 3, 1.0, guidance=on).args[1] for on in (False, True))
+    assert "x 2 prompts (cfg)" in both and "prompts" not in alone

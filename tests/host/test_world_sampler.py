@@ -71,6 +71,26 @@ def test_window_is_the_same_on_the_hosts_cache_and_on_ours(host, t48, sampler, g
     assert not torch.allclose(run(model, 20, sampler=sampler(frames_per_block=3)), native, atol=1e-3)
 
 
+@pytest.mark.parametrize(("span_blocks", "given", "sink"), [(2, 0, 3), (4, 0, 3), (4, 7, 3), (3, 0, 0), (3, 0, 7)])
+@pytest.mark.parametrize("method", ["rtn", "quantwm"])
+def test_spans_of_several_blocks_are_packed_and_leave(host, t48, sampler, method, span_blocks, given, sink):
+    """Also where a span is longer than the window of two blocks, or begins in the sink."""
+    model = with_first_frames(t48, given) if given else t48
+    windowed = sampler(frames_per_block=3, window=6, sink=sink)
+    packed, handle = patched(host, model, method=method, span_blocks=span_blocks)
+    assert run(packed, 33, sampler=windowed).isfinite().all()
+    history, record = handle.history, handle.record
+    assert record["bytes_packed"] > 0
+    # Beside the sink's: the window's two blocks, the newest, and one whose partner has not left yet.
+    stay = -(-sink // 3) * 3
+    assert max(entry["tokens"] for entry in history[-6:]) <= (stay + 6 + 6) * TOKENS_PER_FRAME
+    block = 3 * TOKENS_PER_FRAME * 2 * 2 * 96 * 4  # both sides, two layers, float32
+    assert min(entry["bytes_unpacked"] for entry in history[-4:]) < block
+    plain, reference = patched(host, model, method=method)
+    run(plain, 33, sampler=windowed)
+    assert record["tokens"] <= reference.record["tokens"] + 3 * TOKENS_PER_FRAME
+
+
 def test_window_forgets_what_left_it(host, t48, sampler):
     """The blocks that attention reads: the sink's whole block and as many new ones as fit into five frames."""
     seen = {}
@@ -122,9 +142,9 @@ def test_less_memory_is_asked_for_a_window(host, t48, sampler):
     adapter = host.world_models.causal_wan.adapter
     estimate = adapter.estimate_bytes
 
-    def spy(settings, geometry, tokens):
+    def spy(settings, geometry, tokens, *rest):
         planned.append(tokens)
-        return estimate(settings, geometry, tokens)
+        return estimate(settings, geometry, tokens, *rest)
 
     packed, _ = patched(host, t48)
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,8 @@ from triton.compiler import ASTSource
 from benchmarks.bare_pack import bare_module
 
 decode, attention, tables = (bare_module(f"kernels.{name}") for name in ("decode", "attention", "tables"))
-POINTERS = {"rows": "*i64", "tiles": "*i32", "scale": "fp32"}
+rivals = bare_module("kernels.decode_rivals")
+POINTERS = {"rows": "*i64", "tiles": "*i32", "scale": "fp32", "costs": "*fp32", "signs": "*bf16", "lengths": "*fp32"}
 POINTERS |= dict.fromkeys(("live_k", "live_v", "keys", "values", "queries", "out"), "*bf16")
 
 def build(kernel, constants, options, capability):
@@ -37,14 +38,26 @@ def split(shape):
     return shape, options
 
 capability = int(sys.argv[1])
-for form, width in ((("quantwm", 2, 2, 64, 16, False), 128), (("quantwm-paper", 2, 2, 64, 8, True), 80)):
-    constants = decode.format_constants(tuple(tables.Format(*form).numbers()), width, True)
+FORMS = (
+    (("quantwm", 2, 2, 64, 16, False), 128),
+    (("quantwm", 2, 2, 64, 16, False, True), 128),
+    (("quantwm-paper", 2, 2, 64, 8, True, True), 80),
+)
+for family, form in enumerate((("kivi", 2, 2, 32), ("qvg-pro", 2, 2, 16), ("quarot", 2, 2, 64)), 1):
+    form = tables.Format(*form, 0, False, family == 2)
+    constants = decode.format_constants(tuple(form.numbers()[:-1]), 128, True) | {"FAMILY": family}
+    shape, options = split(rivals.launch_shape(128))
+    assert build(rivals.rival_kernel, constants | shape, options, capability) <= 99 * 1024
+
+for form, width in FORMS:
+    constants = decode.format_constants(tuple(tables.Format(*form).numbers()[:-1]), width, True)
     shape, options = split(decode.launch_shape(constants["W"]))
     build(decode.decode_kernel, constants | shape, options, capability)
     if form[0] == "quantwm":
         shape, options = split(attention.launch_shape(constants["W"], 4680))
-        shared = build(attention.attention_kernel, constants | shape, options, capability)
-        assert shared <= 99 * 1024, "more shared memory than an sm_86, sm_89 or sm_120 block may have"
+        for correction in (0, 1, 2) if len(form) == 6 else (1,):
+            shared = build(attention.attention_kernel, constants | shape | {"JENSEN": correction}, options, capability)
+            assert shared <= 99 * 1024, "more shared memory than an sm_86, sm_89 or sm_120 block may have"
 """
 
 

@@ -6,26 +6,13 @@ import pytest
 import torch
 
 from benchmarks.bare_pack import bare_module
+from support.decoding import decode_both
 from support.kernels import INTERPRETED, assert_within_one_ulp
 
 BITS = [(2, 2), (2, 4), (4, 8), (8, 2), (2, 16), (16, 2)]
 OTHER_BITS = [(2, 2), (2, 8), (4, 4), (16, 4)]
 # The interpreter rounds to bfloat16 by cutting off.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-
-
-def decode_both(pack, layer, live_tokens=5):
-    """Keys and values by the eager twin and by the kernel, into poisoned workspaces."""
-    first = layer.entries[0].stored
-    shape, dtype = (first.batch, first.heads, first.head_dim), first.dtype
-    device = next(iter(first.tensors.values())).device
-    live = torch.randn(2, shape[0], live_tokens, *shape[1:], device=device).to(dtype)
-    pieces = [entry.stored for entry in layer.entries] + [pack.span.RawBlock(*live)]
-    total = sum(piece.tokens for piece in pieces)
-    expected, actual = torch.full((2, 2, shape[0], total, *shape[1:]), float("nan"), dtype=dtype, device=device)
-    pack.operations.decode_layer(layer.method, pieces, *expected)
-    pack.decode.decode_layer(layer.method, pieces, *actual)
-    return expected, actual
 
 
 @pytest.mark.parametrize("head_dim", [48, 64, 80, 128, 256])
@@ -166,3 +153,25 @@ def test_runs_of_one_format(pack, make_layer):
     pieces = [entry.stored for entry in layer.entries]
     assert pack.tables.format_runs(pieces) == [pieces]
     assert pack.tables.format_runs(pieces[:1]) == [pieces[:1]] and pack.tables.format_runs([]) == []
+
+
+@pytest.mark.parametrize("head_dim", [48, 80, 128])
+@pytest.mark.parametrize("method", ["quantwm", "quantwm-paper", "rtn"])
+def test_keys_that_come_before_rope(pack, make_layer, method, head_dim):
+    layer = make_layer([20, 33, pack.tables.CHUNK + 9], heads=1, head_dim=head_dim, method=method, rotated=True)
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (4, 8), (16, 2)], ids=str)
+def test_keys_before_and_after_rope_in_one_table(pack, make_layer, bits):
+    """Also blocks in full precision, the last one too: it is no live block, whose keys are turned already."""
+    shape = {"batch": 2, "key_bits": bits[0], "value_bits": bits[1], "keep_recent_blocks": 1, "dtype": torch.float16}
+    layer = make_layer([18, 35, 21], rotated=True, **shape)
+    layer.entries[1:1] = make_layer([19, 22], **shape).entries
+    assert_within_one_ulp(*reversed(decode_both(pack, layer)))
+    pieces = [entry.stored for entry in layer.entries]
+    expected, actual = torch.full((2, 2, 2, 115, 2, 64), float("nan"), dtype=torch.float16, device=pieces[-1].k.device)
+    pack.operations.decode_layer(layer.method, pieces, *expected)
+    pack.decode.decode_layer(layer.method, pieces, *actual)
+    assert_within_one_ulp(actual, expected)
+    assert not torch.equal(actual[0, :, -21:], pieces[-1].k)

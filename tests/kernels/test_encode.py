@@ -108,6 +108,29 @@ def test_codes_and_scales_are_those_of_the_eager_twin(kernels, core, device, wid
     torch.testing.assert_close(raw[~differ], error[~differ], rtol=1e-4, atol=1e-4)
 
 
+def turning(tokens, width, device):
+    """RoPE of the first tokens of a video."""
+    rotation = bare_module("quantwm_core.rotation").Rotation
+    angles = torch.arange(tokens).unsqueeze(1) * 30.0 ** -(torch.arange(width // 2) * 2 / width)
+    return rotation(angles.cos().to(device), angles.sin().to(device))
+
+
+@pytest.mark.parametrize("width", [16, 48, 64, 80, 128, 256])
+def test_coefficients_of_keys_before_rope(kernels, core, device, width):
+    """Codes stay the same, and the errors turn before they meet the directions."""
+    x = tokens_of(device, batch=2, tokens=75, heads=1, width=width)
+    given, rotation = prepared(kernels, core, x, 5), turning(75, width, device)
+    arguments = ("k", x, given.book, given.match, 2, 64, None)
+    every = torch.eye(width, device=device).bfloat16().expand(2, -1, -1)
+    plain, errors, _ = kernels.encode_residual.encode_residual(*arguments, every)
+    turned, raw, peaks = kernels.encode_residual.encode_residual(*arguments, given.basis, rotation)
+    assert all(torch.equal(turned[name], plain[name]) for name in plain)
+    expected = rotation.apply_by_heads(errors.double()) @ given.basis.double()
+    # Errors are rounded to bf16 before the turn and after it.
+    assert (raw - expected).norm() < 2**-8 * expected.norm()
+    torch.testing.assert_close(peaks.amax(1), raw.abs().amax((1, 2)), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("rank", [1, 6, 16])
 def test_coefficients_are_those_of_the_eager_twin(kernels, core, device, rank):
     raw = torch.randn(3, 70, rank, generator=torch.Generator().manual_seed(0)).to(device)
@@ -212,6 +235,22 @@ def test_a_span_decodes_as_well_as_the_eager_twins(kernels, core, device, settin
     assert (span.tokens, span.rank, span.batch) == (66, expected.rank, 2)
     for found, wanted in zip(errors(method, span, k, v), errors(method, expected, k, v), strict=True):
         assert found <= 1.1 * wanted + 1e-12
+
+
+@pytest.mark.parametrize("width", [48, 64])
+def test_a_span_of_keys_before_rope(kernels, core, device, width):
+    k, v, q = (tokens_of(device, batch=2, tokens=66, heads=1, width=width, seed=seed) for seed in range(3))
+    rotation = turning(66, width, device)
+    stats = core.query_stats.QueryStats(core.query_stats.second_moment(rotation.apply(q)), rotation=rotation)
+    span, method, state = encoded(kernels, core, device, k, v, stats=stats)
+    expected = method.encode(k, v, stats, core.methods.LayerState(state.value_metric))
+    assert span.rotation is rotation and span.tensors.keys() == expected.tensors.keys()
+
+    def loss(span):
+        error = (method.decode(span)[0].float() - rotation.apply(k.float())).transpose(1, 2)
+        return (error @ stats.own * error).sum().item()
+
+    assert loss(span) <= 1.1 * loss(expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 12])

@@ -20,7 +20,7 @@ from support.compiling import distinct, recorded
 
 encode, statistics = bare_module("kernels.encode"), bare_module("kernels.statistics")
 methods, settings = bare_module("quantwm_core.methods"), bare_module("quantwm_core.settings")
-stats = bare_module("quantwm_core.query_stats")
+stats, rotation = bare_module("quantwm_core.query_stats"), bare_module("quantwm_core.rotation")
 k = torch.empty(1, 4680, 12, 128, dtype=torch.bfloat16)
 with recorded() as launches:
     statistics.second_moment(k)
@@ -28,6 +28,8 @@ with recorded() as launches:
     method = methods.QuantWM(settings.CacheSettings())
     for _ in range(2):
         encode.fused(method).encode(k, k, stats.QueryStats(torch.zeros(1, 12, 128, 128)), state)
+    turned = stats.QueryStats(torch.zeros(1, 12, 128, 128), rotation=rotation.Rotation(*torch.zeros(2, 4680, 64)))
+    encode.fused(method).encode(k, k, turned, methods.LayerState())
 for launch in distinct(launches):
     compiled = launch.compile(int(sys.argv[1]))
     shared = compiled.metadata.shared

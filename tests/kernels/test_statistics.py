@@ -89,7 +89,7 @@ def test_directions_of_no_queries_are_finite(kernels, device):
 def test_feedback_weights(kernels, core, device, width):
     moment = moments(2, width, device)
     for basis in (None, core.key_directions(moment, 4)):
-        expected = core.key_feedback(moment, basis).float()
+        expected = core.key_feedback(moment, basis, core.QueryStats()).float()
         torch.testing.assert_close(kernels.feedback_weights(moment, basis).float(), expected, rtol=0.01, atol=2e-3)
 
 

@@ -37,11 +37,24 @@ INPUTS = {
     "QuantWMTinyWorldConditioning": CAMERA,
     "QuantWMTinyWorldSeed": ["model", "vae", "world_seed", *CAMERA, "seed_frames", "length"],
     "QuantWMCompare": ["reference", "compared", "difference_gain", "reference_name", "compared_name"],
-    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory"],
+    "QuantWMWorldSampler": ["frames_per_block", "window", "sink", "context_noise", "prompts", "memory", "solver"],
     "QuantWMMemory": ["retrieval", "blocks", "bank_blocks", "keep", "bank_device"],
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 INPUTS |= {
+    "QuantWMLongCatConditioning": [
+        "positive",
+        "negative",
+        "vae",
+        "width",
+        "height",
+        "length",
+        "given_frames",
+        "start_image",
+        "video",
+    ],
+    "QuantWMLongCatLoRA": ["model", "lora_name", "strength"],
+    "QuantWMLongCatScheduler": ["model", "schedule", "steps"],
     "QuantWMBudget": ["settings", "budget_gb"],
     "QuantWMCameraPath": ["motion", "length", "distance", "angle", "fov", "actions", "keyframes", "folder"],
     "QuantWMLingBotConditioning": [
@@ -54,8 +67,9 @@ INPUTS |= {
         "height",
         "window",
         "sink",
+        "negative",
     ],
-    "QuantWMPlanner": ["model", "width", "height", "length", "frames_per_block", "budget"],
+    "QuantWMPlanner": ["model", "width", "height", "length", "frames_per_block", "budget", "guidance"],
 }
 OUTPUTS = {
     "QuantWMKVCache": ["QUANTWM_SETTINGS"],
@@ -71,9 +85,12 @@ OUTPUTS = {
     "QuantWMMemory": ["QUANTWM_MEMORY"],
 }
 OUTPUTS |= {
+    "QuantWMLongCatConditioning": ["CONDITIONING", "CONDITIONING", "LATENT", "INT"],
+    "QuantWMLongCatLoRA": ["MODEL"],
+    "QuantWMLongCatScheduler": ["SIGMAS"],
     "QuantWMBudget": ["QUANTWM_SETTINGS"],
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
-    "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT"],
+    "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT", "CONDITIONING"],
     "QuantWMPlanner": ["QUANTWM_SETTINGS", "STRING", "IMAGE"],
 }
 NAMES = {
@@ -90,6 +107,9 @@ NAMES = {
     "QuantWMMemory": "World Memory",
 }
 NAMES |= {
+    "QuantWMLongCatConditioning": "LongCat Conditioning",
+    "QuantWMLongCatLoRA": "LongCat LoRA",
+    "QuantWMLongCatScheduler": "LongCat Scheduler",
     "QuantWMBudget": "Cache Budget",
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",
@@ -99,7 +119,7 @@ KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "
 ADVANCED = {
     "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:-1],
     "QuantWMLoadWorldModel": ["weight_dtype"],
-    "QuantWMWorldSampler": ["context_noise"],
+    "QuantWMWorldSampler": ["context_noise", "solver"],
     "QuantWMLingBotConditioning": ["window", "sink"],
     "QuantWMMemory": ["bank_device"],
 }

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from quantwm_core import CacheGeometry, CacheHandle, CacheSettings, format_report
+from quantwm_core import CacheGeometry, CacheHandle, CacheSettings, WorldCache, format_report
 from quantwm_core.accounting import against_bf16, estimate_bytes, format_bytes, native_record
-from quantwm_core.packing import GROUP_BYTES
+from quantwm_core.packing import GROUP_BYTES, layers_together, waiting_bytes
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,8 @@ def test_memory_is_planned_for_what_settings_keep_in_full_precision():
     geometry = CacheGeometry(30, 12, 128)
     full = geometry.bytes_bf16(37_440)
     # One decoded layer, and blocks that wait for the other layers of their group.
-    layer, waiting = full / 30, 2 * GROUP_BYTES
+    layer, waiting = full / 30, waiting_bytes(30, 4 * 12 * 128)
+    assert waiting <= 2 * GROUP_BYTES
     assert estimate_bytes(CacheSettings(), geometry, 37_440) < 0.3 * full
     # One layer decoded, and two packed: the one that is read and the next, on its way from the CPU.
     on_cpu = estimate_bytes(CacheSettings(cache_device="cpu"), geometry, 37_440)
@@ -51,3 +52,33 @@ def test_memory_is_planned_for_what_settings_keep_in_full_precision():
     assert corrected == pytest.approx(on_cpu + layer)
     for kept in ({"keep_recent_blocks": 64}, {"span_blocks": 8}, {"cache_device": "cpu", "keep_first_blocks": 1}):
         assert estimate_bytes(CacheSettings(**kept), geometry, 37_440) == pytest.approx(full + layer + waiting)
+
+
+@pytest.mark.parametrize(
+    ("heads", "block"),
+    [(12, 3 * 1560), (12, 3 * 3600), (12, 21 * 1560), (40, 4 * 1560), (40, 4 * 3600), (2, 7)],
+    ids=["480p", "720p", "21 given frames", "14B", "14B at 720p", "tiny"],
+)
+def test_a_group_keeps_its_bound_whatever_the_block(heads, block):
+    """Blocks waiting for each other fit the bound, unless one layer's block alone is larger."""
+    geometry = CacheGeometry(30, heads, 128)
+    width = geometry.bytes_bf16(1) // 30
+    together = layers_together(30, width, block)
+    assert together == 1 or together * block * width <= GROUP_BYTES
+    assert waiting_bytes(30, width, block) == (2 if together > 1 else 1) * together * block * width
+    planned = estimate_bytes(CacheSettings(), geometry, 8 * block, block=block)
+    stored = geometry.bytes_bf16(8 * block) * (3.25 / 16 + 1 / 30)
+    assert planned == pytest.approx(stored + waiting_bytes(30, width, block))
+    cache = WorldCache(CacheSettings(), geometry, block=block)
+    assert len({id(layer.packer) for layer in cache.layers}) == -(-30 // together)
+
+
+def test_second_order_correction_of_kivi_reads_three_layers():
+    """Its keys have a step for every channel: the form with appended channels is twice as wide."""
+    geometry = CacheGeometry(30, 12, 128)
+    layer = geometry.bytes_bf16(37_440) / 30
+    plain, exact, second = (
+        estimate_bytes(CacheSettings("kivi", jensen=jensen), geometry, 37_440)
+        for jensen in ("off", "exact", "second-order")
+    )
+    assert (exact - plain, second - plain) == (pytest.approx(layer), pytest.approx(2 * layer))

@@ -7,7 +7,8 @@ import logging
 import pytest
 import torch
 
-from quantwm_core import CacheGeometry, CacheSettings, WorldCache, backends
+from quantwm_core import CacheGeometry, CacheSettings, LayerCache, WorldCache, backends
+from quantwm_core.methods import build_method
 
 FACTS = {"device": "cuda", "capability": (9, 0), "head_dim": 128}
 
@@ -120,21 +121,45 @@ def test_a_backend_asked_for_by_name_must_be_able_to_read_the_cache():
         WorldCache(CacheSettings(backend="triton"), CacheGeometry(1, 2, 32), torch.device("cpu"))
 
 
+def host_attention(q, k, v):
+    plain = (t.transpose(1, 2) for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*plain).transpose(1, 2).flatten(2)
+
+
 @pytest.mark.parametrize("jensen", ["off", "exact", "second-order"])
 def test_a_compiled_model_attends_through_the_cache(jensen):
-    from quantwm_core import LayerCache
-    from quantwm_core.methods import build_method
-
+    """In one graph where attention is the host's, and with the same bits."""
     settings = CacheSettings(method="rtn", jensen=jensen)
     layer = LayerCache(settings, build_method(settings))
     q, k, v = torch.randn(3, 1, 40, 2, 32)
     layer.append(k, v, q)
     layer.commit()
 
-    def attention(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
-
     def forward(q, k, v):
-        return layer.attend(q * 1.0, k, v, attention) + 1
+        return layer.attend(q * 1.0, k, v, host_attention) + 1
 
-    torch.testing.assert_close(torch.compile(forward, backend="eager")(q, k, v), forward(q, k, v))
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=jensen == "off")
+    assert torch.equal(compiled(q, k, v), forward(q, k, v))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("method", ["quantwm", "quantwm-paper"])
+def test_a_compiled_model_packs_what_an_uncompiled_one_packs(method):
+    """Through four blocks: what the graph knows of the first block is not taken for the next."""
+    settings = CacheSettings(method=method)
+    results = []
+    for compiled in (False, True):
+        layer = LayerCache(settings, build_method(settings))
+
+        def block(q, k, v, layer=layer):
+            out = layer.attend(q * 1.0, k, v, host_attention)
+            layer.append(k * 1.0, v, q)
+            layer.commit()
+            return out + 1
+
+        run = torch.compile(block, backend="aot_eager") if compiled else block
+        generator = torch.Generator().manual_seed(0)
+        results.append([run(*torch.randn(3, 1, tokens, 2, 32, generator=generator)) for tokens in (40, 33, 40, 21)])
+        results[-1] += layer.read()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    torch.compiler.reset()

@@ -177,5 +177,14 @@ def test_feedback_lowers_the_metrics_error(channels):
     assert cost(steered) < 0.8 * cost(plain)
 
 
+@pytest.mark.parametrize("channels", [8, 16, 17, 48, 80, 100, 128])
+def test_feedback_weights_are_kept_without_their_zeros(channels):
+    metric = torch.randn(3, channels, channels + 5, generator=torch.Generator().manual_seed(0))
+    weights = feedback.feedback_matrix(metric @ metric.transpose(1, 2))
+    packed, count = feedback.packed_weights(weights), feedback.packed_count(channels)
+    assert packed.shape == (3, count) and count <= channels**2 / 2
+    assert torch.equal(feedback.unpacked_weights(packed, channels), weights)
+
+
 def test_feedback_of_a_zero_metric_is_plain_rounding():
     assert (feedback.feedback_matrix(torch.zeros(1, 32, 32)) == 0).all()

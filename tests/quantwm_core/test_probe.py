@@ -61,6 +61,7 @@ def test_all_measures_agree_with_float64(teacher_forced):
     for column, name in enumerate(("top1_shift", "logit_mse", "attention_error")):
         assert by_head[name] == [pytest.approx(rows[:, column], rel=1e-4)]
     assert probe.top1_shift == pytest.approx(rows[:, 0].mean())
+    assert sum(probe.top1_shift_each()) / len(probe.top1_shift_each()) == pytest.approx(probe.top1_shift)
     assert probe.logit_mse == pytest.approx(rows[:, 1].mean(), rel=1e-4)
     assert probe.attention_error == pytest.approx(np.sqrt(rows[:, 3].sum() / rows[:, 4].sum()), rel=1e-4)
 

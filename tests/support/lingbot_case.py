@@ -29,7 +29,10 @@ ACTIONS = "w-3,iw-2,none-1,ald-4,sj-2,k-3,wl-4"
 
 @dataclass(frozen=True)
 class Version:
-    """How one of the published models is sampled; windows are shorter than the published ones, so that they roll."""
+    """How one of the published models is sampled; windows are shorter than the published ones, so that they roll.
+
+    steps: along one path, in place of few by `indices`.
+    """
 
     block: int
     blocks: int
@@ -37,6 +40,8 @@ class Version:
     window: int
     sink: int
     poses: int
+    steps: int = 0
+    cfg: float = 1.0
 
     @property
     def frames(self) -> int:
@@ -48,6 +53,7 @@ VERSIONS = {
     "v2": Version(block=4, blocks=3, indices=(0, 250, 500, 750), window=7, sink=2, poses=49),
     "v1": Version(block=3, blocks=2, indices=(0, 179, 358, 679), window=0, sink=0, poses=21),
 }
+PRETRAIN = Version(block=4, blocks=2, indices=(), window=0, sink=0, poses=33, steps=40, cfg=5.0)
 
 
 def weights(shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
@@ -69,6 +75,11 @@ def weights(shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
 def text() -> torch.Tensor:
     """Text `[1, tokens, width]`, much shorter than the 512 rows that the model attends to."""
     return torch.randn(1, TEXT_TOKENS, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def negative_text() -> torch.Tensor:
+    """Text `[1, tokens, width]` that guidance leads away from."""
+    return torch.randn(1, TEXT_TOKENS + 3, TEXT_WIDTH, generator=torch.Generator().manual_seed(3))
 
 
 def noise(frames: int) -> torch.Tensor:
@@ -104,6 +115,12 @@ def poses(count: int) -> np.ndarray:
     made[:, :3, :3] = (Rotation.from_euler("YXZ", (30, 10, 5), degrees=True) * turns).as_matrix()
     made[:, :3, 3] = np.stack((3 * np.sin(2 * t) - 15, -5 + 0.4 * t, 6 * t**1.5 + 2), axis=1)
     return made.astype(np.float32)
+
+
+def keys(count: int) -> np.ndarray:
+    """Which of w, a, s, d are pressed, int32 `[count, 4]` as in the public examples."""
+    pressed = torch.randint(0, 2, (count, 4), generator=torch.Generator().manual_seed(4))
+    return pressed.numpy().astype(np.int32)
 
 
 def intrinsics(count: int) -> np.ndarray:

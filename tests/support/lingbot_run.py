@@ -16,35 +16,36 @@ def _lingbot():
     return importlib.import_module("quantwm_pack.world_models.lingbot")
 
 
-def load_model(dtype: torch.dtype | None = None):
-    """MODEL through the pack's loader, from the random weights of the case."""
+def load_model(dtype: torch.dtype | None = None, act: bool = False):
+    """MODEL through the pack's loader, from the random weights of the case; `act` for the variant that takes keys."""
     import comfy.ops
 
     network = importlib.import_module("quantwm_pack.world_models.lingbot.network")
     operations = comfy.ops.disable_weight_init
-    made = network.LingBotModel(**case.MODEL, dtype=torch.float32, device="meta", operations=operations)
+    kind = {"camera_channels": 7} if act else {}
+    made = network.LingBotModel(**case.MODEL, **kind, dtype=torch.float32, device="meta", operations=operations)
     weights = case.weights({name: value.shape for name, value in made.state_dict().items()})
     sizes = {"causal_ar": True, "num_heads": case.HEADS, "text_dim": case.TEXT_WIDTH, "freq_dim": 256}
     return _lingbot().build(weights, {"config": json.dumps({"transformer": sizes})}, {"dtype": dtype} if dtype else {})
 
 
-def camera_path(version: case.Version):
-    poses = case.poses(version.poses).astype(np.float64)
-    return _lingbot().CameraPath(poses, tuple(map(float, case.intrinsics(version.poses)[0])))
+def camera_path(version: case.Version, act: bool = False):
+    poses, keys = case.poses(version.poses).astype(np.float64), case.keys(version.poses) if act else None
+    return _lingbot().CameraPath(poses, tuple(map(float, case.intrinsics(version.poses)[0])), keys)
 
 
 def run(
     model,
     version: case.Version,
     seed: int = case.RUN_SEED,
-    cfg: float = 1.0,
+    cfg: float | None = None,
     sampler=None,
     callback: Callable | None = None,
     **changes,
 ) -> torch.Tensor:
     """Latents of a run through the host's guider and sampler, in the network's normalisation `[16, T, H, W]`.
 
-    `changes` replaces what the conditioning carries.
+    `changes` replaces what both conditionings carry; `cfg` is the version's where it is None.
     """
     import comfy.samplers
 
@@ -56,15 +57,16 @@ def run(
         lingbot.WINDOW_KEY: lingbot.AttentionWindow(version.window, version.sink) if version.window else None,
     } | changes
     guider = comfy.samplers.CFGGuider(model)
-    guider.set_conds([[case.text(), settings]], [[case.text(), settings]])
-    guider.set_cfg(cfg)
+    guider.set_conds([[case.text(), settings]], [[case.negative_text(), settings]])
+    guider.set_cfg(version.cfg if cfg is None else cfg)
+    sigmas = lingbot.path_sigmas(version.steps) if version.steps else lingbot.few_step_sigmas(version.indices)
     sampler = sampler or comfy.samplers.ksampler("ar_video", {"num_frame_per_block": version.block})
     with torch.inference_mode():
         out = guider.sample(
             case.noise(frames),
             torch.zeros(1, 16, frames, case.HEIGHT, case.WIDTH),
             sampler,
-            torch.tensor(lingbot.few_step_sigmas(version.indices)),
+            torch.tensor(sigmas),
             disable_pbar=True,
             callback=callback,
             seed=seed,

@@ -22,10 +22,12 @@ from ...quantwm_core.cache import check_backend
 from ...quantwm_core.methods import Method
 from ...quantwm_core.overrides import check_overrides
 from ...quantwm_core.probe import LogitProbe
-from ...quantwm_core.window import RolloutSettings
+from ...quantwm_core.window import MAX_FRAMES_PER_BLOCK, RolloutSettings
 from ..lingbot import AttentionWindow, window_of
+from .extent import extent_of
 from .run import CausalWanRun, PackedLayer
 from .sampler import WorldSampler, given_latent
+from .streams import ask_each_alone, count_conditionings
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,6 @@ WRAPPERS = (
     WrappersMP.OUTER_SAMPLE,
     WrappersMP.PREPARE_SAMPLING,
     WrappersMP.CALC_COND_BATCH,
-    WrappersMP.APPLY_MODEL,
 )
 
 
@@ -70,12 +71,16 @@ def attach(
     replaced = [path for path in others if patched.object_patches[path] is not model.object_patches.get(path)]
     if replaced:
         logger.warning("QuantWM replaces another node's patches on this model: %s.", ", ".join(sorted(replaced)))
-    for kind, function in zip(
-        WRAPPERS, (adapter.outer_sample, adapter.prepare_sampling, adapter.calc_cond_batch, adapter.apply_model)
-    ):
+    for kind, function in zip(WRAPPERS, (adapter.outer_sample, adapter.prepare_sampling, ask_each_alone)):
         patched.add_wrapper_with_key(kind, KEY, function)
     patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, adapter.on_cleanup)
     return patched, adapter.handle
+
+
+def _host_rollout(sampler: Any) -> RolloutSettings:
+    """What the host's sampler has been told, as ours would be."""
+    frames = getattr(sampler, "extra_options", {}).get("num_frame_per_block", 1)
+    return RolloutSettings(min(frames, MAX_FRAMES_PER_BLOCK))
 
 
 def detach(model: Any) -> None:
@@ -109,10 +114,25 @@ class CausalWanAdapter:
 
     def outer_sample(self, executor, noise, latent_image, sampler, *args, **kwargs):
         """Give the run its state and take it away again, however the run ends."""
-        model = executor.class_obj.model_patcher.model
+        guider = executor.class_obj
         ours = isinstance(sampler, WorldSampler)
-        self._rollout, memory = (sampler.settings, sampler.memory) if ours else (RolloutSettings(), None)
-        self.run = CausalWanRun(self.settings, model, self.handle, self._on_block, self._method, self._probe, memory)
+        self._rollout, memory = (sampler.settings, sampler.memory) if ours else (_host_rollout(sampler), None)
+        network, given = guider.model_patcher.model.diffusion_model, given_latent(guider.model_options)
+        extent = None
+        if noise.ndim == 5:
+            frames = 0 if given is None else given.shape[2]
+            extent = extent_of(network, noise.shape, frames, self._rollout, window_of(guider.conds))
+        self.run = CausalWanRun(
+            self.settings,
+            guider.model_patcher.model,
+            self.handle,
+            self._on_block,
+            self._method,
+            self._probe,
+            memory,
+            count_conditionings(guider),
+            extent,
+        )
         try:
             return executor(noise, latent_image, sampler, *args, **kwargs)
         finally:
@@ -146,26 +166,10 @@ class CausalWanAdapter:
             frames = min(noise_shape[2], frames + bank)
         frames = min(frames, window.size) if window else frames
         tokens = frames * math.ceil(noise_shape[3] / patch_height) * math.ceil(noise_shape[4] / patch_width)
-        planned = estimate_bytes(self.settings, geometry, tokens)
+        planned = estimate_bytes(self.settings, geometry, tokens, self.run.conditionings, self.run.extent.tokens)
         native = model.model.memory_required([noise_shape[0] * 2, *noise_shape[1:]])
         noise_shape[2] = math.ceil(noise_shape[2] * (1 + planned / max(native, 1)))
         return noise_shape
-
-    def calc_cond_batch(self, executor, model, conds, *args, **kwargs):
-        """Refuse guidance before the first step: the host's cache has room for one conditioning only."""
-        count = sum(len(cond) for cond in conds if cond is not None)
-        if count > 1:
-            raise ValueError(
-                f"A world model is sampled with one conditioning per step (cfg 1); this run has {count}. "
-                "Set cfg to 1 in CFG Guider, or use Basic Guider with a single positive conditioning."
-            )
-        return executor(model, conds, *args, **kwargs)
-
-    def apply_model(self, executor, x, t, *args, **kwargs):
-        """Note whether this forward is the clean pass (all its timesteps are 0) before it runs."""
-        if self.run is not None:
-            self.run.begin_pass(clean=bool((t == 0).all()))
-        return executor(x, t, *args, **kwargs)
 
     def init_kv_caches(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> list:
         """Stands in for the model's method of that name."""

@@ -10,6 +10,7 @@ import torch
 from ...quantwm_core.memory import MemorySettings, kept_tokens, take_tokens
 from ...quantwm_core.window import Block
 from .run import PackedLayer
+from .streams import CacheStreams
 
 
 class History(Protocol):
@@ -34,14 +35,16 @@ class History(Protocol):
         """Drop blocks from the bank."""
 
 
-def open_history(caches: list, memory: MemorySettings | None, frame_tokens: int, device: torch.device) -> History:
-    """The history behind what `init_kv_caches` gave: packed layers of ours, or the host's plain tensors."""
+def open_history(
+    streams: CacheStreams, memory: MemorySettings | None, frame_tokens: int, device: torch.device
+) -> History:
+    """The history in what `init_kv_caches` gave, for all conditionings: our packed layers, or the host's tensors."""
     bank = None
     if memory is not None and memory.retrieves:
         bank = torch.device("cpu") if memory.bank_device == "cpu" else device
-    if isinstance(caches[0], PackedLayer):
-        return PackedHistory(caches, bank, frame_tokens)
-    return HostHistory(caches, bank, memory.keep if memory else 1.0, frame_tokens)
+    if isinstance(streams.caches[0], PackedLayer):
+        return PackedHistory(streams, bank, frame_tokens)
+    return HostHistory(streams, bank, memory.keep if memory else 1.0, frame_tokens)
 
 
 class HostHistory:
@@ -50,19 +53,21 @@ class HostHistory:
     Positions are part of the keys, so the order in memory is free. A bank lies in the same dictionaries.
     """
 
-    def __init__(self, caches: list[dict], bank: torch.device | None, keep: float, frame_tokens: int) -> None:
-        self._caches = caches
+    def __init__(self, streams: CacheStreams, bank: torch.device | None, keep: float, frame_tokens: int) -> None:
+        self._streams = streams
         self._bank = bank
         self._keep = keep
         self._frame_tokens = frame_tokens
         # Tokens of each block in reach, in the order in which they lie.
         self._held: dict[int, int] = {}
         self._recalled: set[int] = set()
-        for cache in caches:
-            cache["bank"] = {}
+
+    @property
+    def _caches(self) -> list[dict]:
+        return self._streams.caches
 
     def announce_clean_pass(self, frames: Sequence[int]) -> None:
-        pass
+        self._streams.announce_clean_pass()
 
     def add(self, blocks: Sequence[Block]) -> None:
         """Note blocks behind the end, and leave the tokens out that compression drops."""
@@ -86,7 +91,8 @@ class HostHistory:
             if self._bank is not None:
                 part = self._part(number)
                 for cache in self._caches:
-                    cache["bank"][number] = tuple(cache[side][:, part].to(self._bank, copy=True) for side in ("k", "v"))
+                    held = (cache[side][:, part].to(self._bank, copy=True) for side in ("k", "v"))
+                    cache.setdefault("bank", {})[number] = tuple(held)
             self._close_gap(number)
 
     def recall(self, blocks: Collection[int]) -> None:
@@ -137,9 +143,9 @@ class HostHistory:
 class PackedHistory:
     """Our cache: whole packed blocks leave and return."""
 
-    def __init__(self, layers: list[PackedLayer], bank: torch.device | None, frame_tokens: int) -> None:
-        self._layers = layers
-        self._run = layers[0].run
+    def __init__(self, streams: CacheStreams, bank: torch.device | None, frame_tokens: int) -> None:
+        self._streams = streams
+        self._run = streams.caches[0].run
         self._bank = bank
         self._frame_tokens = frame_tokens
 
@@ -150,14 +156,17 @@ class PackedHistory:
         pass
 
     def retire(self, blocks: Collection[int]) -> None:
-        self._run.cache.retire(blocks, self._bank)
+        for cache in self._run.caches:
+            cache.retire(blocks, self._bank)
 
     def recall(self, blocks: Collection[int]) -> None:
-        self._run.cache.recall(blocks)
+        for cache in self._run.caches:
+            cache.recall(blocks)
 
     def recall_similar(self) -> None:
-        for layer in self._layers:
+        for layer in self._streams.caches:
             layer.must_choose = True
 
     def forget(self, blocks: Collection[int]) -> None:
-        self._run.cache.forget(blocks)
+        for cache in self._run.caches:
+            cache.forget(blocks)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from comfy.ldm.flux.math import apply_rope1
+from comfy.ldm.flux.math import apply_rope
 from comfy.ldm.modules.attention import optimized_attention
 
 from ...quantwm_core import CacheGeometry, CacheHandle, CacheSettings, LayerCache, WorldCache
-from ...quantwm_core.accounting import native_record
+from ...quantwm_core.accounting import build_record, native_record
 from ...quantwm_core.memory import MemorySettings, kept_tokens, take_tokens
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
+from ..output_metric import OutputMetric
+from .extent import Extent
+from .streams import CacheStreams
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +38,13 @@ class CausalWanRun:
         method: Method | None,
         probe: LogitProbe | None,
         memory: MemorySettings | None = None,
+        conditionings: int = 1,
+        extent: Extent | None = None,
     ) -> None:
         self.settings = settings
+        self.extent = extent or Extent()
+        # How many will be asked about, as far as the guider shows; a budget is shared by so many caches.
+        self.conditionings = conditionings
         self.memory = memory or MemorySettings(retrieval="off")
         self.model = model
         self.handle = handle
@@ -48,13 +57,13 @@ class CausalWanRun:
         # Tokens of each block in the clean pass that is running, and of a frame, where a sampler has told.
         self.lengths: list[int] | None = None
         self.frame_tokens = 0
-        self._announced: list[int] | None = None
-        self._started = False
         self._rehearse = False
         self.device: torch.device | None = None
         self.dtype = model.get_dtype_inference()
-        self.cache: WorldCache | None = None
-        self._native: list[dict] | None = None
+        # One for each conditioning, in the order in which they were first asked.
+        self.caches: list[WorldCache] = []
+        self.streams: CacheStreams | None = None
+        self._committed: list[dict] = []
         self._on_block = on_block
         self._method = method
         self.probe = probe
@@ -67,33 +76,51 @@ class CausalWanRun:
         network = self.model.diffusion_model
         return CacheGeometry(len(self.blocks), network.num_heads, network.head_dim, batch)
 
-    def init_kv_caches(self, batch: int, max_tokens: int, device: torch.device, dtype: torch.dtype) -> list:
+    @property
+    def cache(self) -> WorldCache | None:
+        """The cache of the conditioning that was asked first."""
+        return self.caches[0] if self.caches else None
+
+    def init_kv_caches(self, batch: int, max_tokens: int, device: torch.device, dtype: torch.dtype) -> CacheStreams:
         """Caches as the host's sampler expects them: one mapping with an `end` for each layer."""
         self.device = device
-        if not self.settings.compresses:
-            # The host passes the weights' type and fails where keys and values are computed in another (fp8 weights).
-            network = self.model.diffusion_model
-            self._native = type(network).init_kv_caches(network, batch, max_tokens, device, self.dtype)
-            return self._native
-        metrics = [_OutputMetric(self, layer) for layer in range(len(self.blocks))]
-        self.cache = WorldCache(
-            self.settings, self.geometry(batch), device, metrics, self._method, self._block_committed
-        )
-        for layer in self.cache.layers:
+        network = self.model.diffusion_model
+
+        def make() -> list:
+            if self.settings.compresses:
+                return self._packed_layers(batch)
+            # The host passes the weights' type and fails where keys are computed in another (fp8 weights).
+            return type(network).init_kv_caches(network, batch, max_tokens, device, self.dtype)
+
+        def make_texts() -> list[dict]:
+            return network.init_crossattn_caches(batch, device, dtype)
+
+        self.streams = CacheStreams(make(), make, make_texts, self.begin_pass, self._block_done)
+        return self.streams
+
+    def _packed_layers(self, batch: int) -> list[PackedLayer]:
+        """A packed cache, as one conditioning sees it."""
+        settings = self.settings
+        if settings.budget_gb:
+            settings = replace(settings, budget_gb=settings.budget_gb / self.conditionings)
+        metrics = [OutputMetric(self, layer) for layer in range(len(self.blocks))]
+        rest = self._committed.append, self.extent.tokens, self.extent.reach
+        cache = WorldCache(settings, self.geometry(batch), self.device, metrics, self._method, *rest)
+        for layer in cache.layers:
             layer.keeps_means = self.memory.retrieval == "similarity"
-        return [PackedLayer(self, layer) for layer in range(len(self.blocks))]
+        self.caches.append(cache)
+        return [PackedLayer(self, cache, layer) for layer in range(len(self.blocks))]
 
     def announce_clean_pass(self, lengths: list[int], frame_tokens: int) -> None:
-        """The coming forward makes history, whatever its noise level: blocks of so many tokens each."""
-        self._announced, self.frame_tokens = lengths, frame_tokens
+        """The coming pass makes history, whatever its noise level: blocks of so many tokens each."""
+        self.lengths, self.frame_tokens = lengths, frame_tokens
+        self.streams.announce_clean_pass()
 
-    def begin_pass(self, clean: bool) -> None:
-        """Note what the coming forward is. Given frames get a clean pass before anything was denoised."""
-        self.lengths, self._announced = self._announced, None
-        self.clean = clean or self.lengths is not None
-        first, self._started = not self._started, True
-        wanted = self.cache is not None and any(layer.rehearses for layer in self.cache.layers)
-        self._rehearse = first and self.clean and wanted
+    def begin_pass(self, clean: bool, first: bool) -> None:
+        """Note what the coming forward is, for one conditioning. Given frames get a clean pass before all others."""
+        self.clean = clean
+        wanted = any(layer.rehearses for cache in self.caches for layer in cache.layers)
+        self._rehearse = first and clean and wanted
 
     def forward_block(self, x: torch.Tensor, timestep: torch.Tensor, **kwargs) -> torch.Tensor:
         """The host's forward; on the pass of given frames a few noisy frames ride along behind them.
@@ -129,31 +156,39 @@ class CausalWanRun:
 
     def finish(self) -> None:
         """Write the record, if anything was cached, and drop the cache."""
-        if self.cache is not None and self.cache.layers[-1].tokens:
-            self.handle.record = self.cache.record()
-        elif self._native is not None:
+        if self.caches and self.cache.layers[-1].tokens:
+            self.handle.record = build_record(self.caches)
+        elif self.streams is not None and not self.caches:
             self.handle.record = self._native_record()
-        elif self.cache is None:
+        elif self.streams is None:
             logger.warning(
                 "QuantWM: this sampler made no KV cache, so nothing was packed. Use World Sampler or Sampler AR Video."
             )
-        if self.cache is not None:
-            self.cache.release()
-        self.cache = self._native = None
+        for cache in self.caches:
+            cache.release()
+        self.caches, self.streams = [], None
 
-    def _block_committed(self, entry: dict) -> None:
+    def _block_done(self) -> None:
+        """Report a block: every conditioning's cache has noted it in `_committed`."""
+        if not self._committed:
+            return
+        sizes = [{name: count for name, count in each.items() if name.startswith("bytes_")} for each in self._committed]
+        entry = self._committed[-1] | {name: sum(each[name] for each in sizes) for name in sizes[0]}
+        self._committed.clear()
         self.handle.history.append(entry)
         if self._on_block is not None:
             self._on_block(entry)
 
     def _native_record(self) -> dict:
-        first = self._native[0]
-        resident = sum(c[side].untyped_storage().nbytes() for c in self._native for side in ("k", "v"))
+        first, caches = self.streams.streams[0].caches[0], self.streams.caches
+        resident = sum(c[side].untyped_storage().nbytes() for c in caches for side in ("k", "v"))
         # Blocks that our sampler took out of the host's cache.
-        bank = [kv for cache in self._native for kv in cache.get("bank", {}).values()]
+        bank = [kv for cache in caches for kv in cache.get("bank", {}).values()]
         banked = sum(t.untyped_storage().nbytes() for kv in bank for t in kv)
         tokens = first["end"] + sum(k.shape[1] for k, _ in first.get("bank", {}).values())
-        record = native_record(self.settings, self.geometry(first["k"].shape[0]), tokens, resident + banked)
+        record = native_record(
+            self.settings, self.geometry(first["k"].shape[0]), tokens, resident + banked, len(self.streams.streams)
+        )
         return record | {"bytes_bank": banked, "blocks_in_bank": len(first.get("bank", {}))}
 
 
@@ -164,8 +199,9 @@ class PackedLayer:
     by every pass and never leave it.
     """
 
-    def __init__(self, run: CausalWanRun, index: int) -> None:
+    def __init__(self, run: CausalWanRun, cache: WorldCache, index: int) -> None:
         self._run = run
+        self._cache = cache
         self._index = index
         self._ahead = 0
         self.must_choose = False
@@ -176,7 +212,7 @@ class PackedLayer:
 
     @property
     def layer(self) -> LayerCache:
-        return self._run.cache.layers[self._index]
+        return self._cache.layers[self._index]
 
     def __getitem__(self, name: str) -> int:
         if name != "end":
@@ -208,8 +244,10 @@ class PackedLayer:
                 "Use World Sampler or Sampler AR Video, or set method to off."
             )
         batch, tokens, heads, width = *x.shape[:2], module.num_heads, module.head_dim
-        q = apply_rope1(module.norm_q(module.q(x)).view(batch, tokens, heads, width), freqs)
-        k = apply_rope1(module.norm_k(module.k(x)).view(batch, tokens, heads, width), freqs)
+        q = module.norm_q(module.q(x)).view(batch, tokens, heads, width)
+        k = module.norm_k(module.k(x)).view(batch, tokens, heads, width)
+        # One call for both: on short blocks the caller is the limit, and this is its most expensive call.
+        q, k = apply_rope(q, k, freqs)
         v = module.v(x).view(batch, tokens, heads, width)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -226,7 +264,9 @@ class PackedLayer:
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable) -> torch.Tensor:
         """Attention over history and the block; on the clean pass the block then becomes history."""
-        layer, probe = self.layer, self._run.probe
+        layer = self.layer
+        # A probe watches one conditioning: the first, which is the prompt.
+        probe = self._run.probe if self._cache is self._run.cache else None
         if self.must_choose:
             layer.recall_similar(q, self._run.memory.blocks)
             self.must_choose = False
@@ -241,7 +281,7 @@ class PackedLayer:
             probe.commit(self._index, k, v)
         k, v, lengths = self._thinned(k, v)
         layer.append(k, v, q, lengths)
-        self._run.cache.commit(self._index)
+        self._cache.commit(self._index)
         return out
 
     def _thinned(self, k: torch.Tensor, v: torch.Tensor) -> tuple:
@@ -255,22 +295,3 @@ class PackedLayer:
             parts.append((keys, values) if tokens is None else (take_tokens(keys, tokens), take_tokens(values, tokens)))
         lengths = [keys.shape[1] for keys, _ in parts]
         return torch.cat([keys for keys, _ in parts], 1), torch.cat([values for _, values in parts], 1), lengths
-
-
-class _OutputMetric:
-    """Gram matrix `[H, D, D]` of each head's part of the output projection: how an error in a value reaches the output.
-
-    Taken by running the projection on unit vectors, so that the host's casting, offloading and LoRAs all apply.
-    """
-
-    def __init__(self, run: CausalWanRun, layer: int) -> None:
-        self._run = run
-        self._layer = layer
-
-    def __call__(self) -> torch.Tensor:
-        module = self._run.blocks[self._layer].self_attn
-        width = module.num_heads * module.head_dim
-        unit = torch.eye(width, device=self._run.device, dtype=self._run.dtype).unsqueeze(0)
-        rows = (module.o(unit) - module.o(torch.zeros_like(unit[:, :1])))[0].float()
-        by_head = rows.view(module.num_heads, module.head_dim, -1)
-        return by_head @ by_head.transpose(1, 2)

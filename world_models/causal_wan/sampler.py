@@ -5,6 +5,8 @@ With nothing but `frames_per_block` set it gives the host's result bit for bit. 
 - context noise: a finished block is shown to the model at this noise level when it is stored (Self-Forcing,
   arXiv 2506.08009, trains for it);
 - prompts that change at given blocks, with the text's keys and values computed anew;
+- guidance: with a cfg other than 1 each conditioning has a cache of its own (`streams`);
+- UniPC, for models that are not distilled to few steps;
 - progress that counts every forward, and the whole video as the denoised output.
 """
 
@@ -16,16 +18,20 @@ from typing import Any
 
 import comfy.samplers
 import torch
+from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from comfy.sampler_helpers import convert_cond
 from tqdm.auto import tqdm
 
-from ...quantwm_core.memory import Bank, CameraMotion, CameraPath, MemorySettings, Pose
+from ...quantwm_core.memory import Bank, CameraMotion, CameraPath, MemorySettings, Pose, PosePath
 from ...quantwm_core.window import RolloutSettings, Window
-from ..lingbot import window_of
+from ..lingbot import camera_of, solver_of, window_of
 from .history import open_history
+from .solver import UniPC
+from .streams import CacheStreams, ask_each_alone
 
 # Under which a CONDITIONING says how the camera moves: turn rate, orbit, phase, as `CameraMotion`.
 CAMERA_KEY = "camera_motion"
+WRAPPER_KEY = "quantwm_world_sampler"
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,14 @@ class Rollout:
         self.frame_tokens = _tokens_per_frame(self.network, x)
         self.given = self._prepare_given()
         self.window = Window(self.settings)
+        self.solver = self.settings.solver
+        if self.solver == "automatic":
+            self.solver = solver_of(self.guider.conds) or "few-step"
         self._check_one_window()
         self.memory = sampler.memory or MemorySettings(retrieval="off")
         self.bank = Bank(self.memory)
-        self.path = CameraPath()
+        camera = camera_of(self.guider.conds)
+        self.path = CameraPath() if camera is None else PosePath(camera.chained())
         self.prompts = {change.block: self._encode(change.conditioning) for change in sampler.prompts}
         self.output = torch.zeros_like(x)
 
@@ -114,7 +124,7 @@ class Rollout:
         given = 0 if self.given is None else self.given.shape[2]
         dtype, device = self.base_model.get_dtype(), self.x.device
         room = self.settings.room(frames, given, self.memory.returning) * self.frame_tokens
-        self.caches = self.network.init_kv_caches(batch, room, device, dtype)
+        self.caches = self._open_caches(batch, room)
         self.text_caches = self.network.init_crossattn_caches(batch, device, dtype)
         self.history = open_history(self.caches, self.memory, self.frame_tokens, device)
         original = self.guider.conds
@@ -132,6 +142,20 @@ class Rollout:
             self.guider.conds = original
             self._transformer_options.pop("ar_state", None)
         return self.output
+
+    def _open_caches(self, batch: int, tokens: int) -> CacheStreams:
+        """Room for `tokens` tokens of every conditioning: in the host's own caches, unless a node has patched them."""
+        shape = (batch, tokens, self.x.device, self.base_model.get_dtype())
+
+        def make_texts() -> list[dict]:
+            return self.network.init_crossattn_caches(batch, *shape[2:])
+
+        caches = self.network.init_kv_caches(*shape)
+        if isinstance(caches, CacheStreams):
+            return caches
+        options = self.extra_args["model_options"]
+        add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, ask_each_alone, options, is_model_options=True)
+        return CacheStreams(caches, lambda: self.network.init_kv_caches(*shape), make_texts)
 
     @property
     def _transformer_options(self) -> dict:
@@ -192,16 +216,28 @@ class Rollout:
         self._move_camera(length)
         self._recall(frames.start + length // 2)
         latent = self.x[:, :, frames]
+        path = UniPC(self.levels) if self.solver == "unipc" else None
         for step, sigma in enumerate(self.sigmas[:-1]):
             denoised = self._forward(latent, sigma, frames.start)
             self._rewind(length)
             self._progress(latent, denoised, sigma)
-            latent = denoised if self.levels[step + 1] == 0 else self._renoise(denoised, step, number)
+            if path is not None:
+                latent = path.step(latent, self._at_own_level(latent, denoised, step))
+            else:
+                latent = denoised if self.levels[step + 1] == 0 else self._renoise(denoised, step, number)
         self.output[:, :, frames] = latent
         self._store(latent, number, frames.start)
         # What a guider's node keeps as the denoised output is the last thing it was shown.
         last = frames.stop == self.x.shape[2]
         self._progress(latent, self.output if last else latent, self.sigmas[-1])
+
+    def _at_own_level(self, latent: torch.Tensor, denoised: torch.Tensor, step: int) -> torch.Tensor:
+        """The prediction undone at the step's own noise level, where a model takes that of its whole timestep."""
+        sampling = self.base_model.model_sampling
+        if not hasattr(sampling, "prediction_level"):
+            return denoised
+        sigma = self.sigmas[step]
+        return latent - sigma / sampling.prediction_level(sigma) * (latent - denoised)
 
     def _renoise(self, denoised: torch.Tensor, step: int, number: int) -> torch.Tensor:
         """The latent at the next noise level, with noise that only depends on the seed, the block and the step."""
@@ -257,18 +293,19 @@ class Rollout:
 
     def _move_camera(self, frames: int) -> None:
         """Follow the camera of the current prompt for the coming frames."""
-        if self.memory.retrieval == "camera":
+        if self.memory.retrieval == "camera" and isinstance(self.path, CameraPath):
             motion = next((c[CAMERA_KEY] for c in self.guider.conds["positive"] if CAMERA_KEY in c), None)
             if motion is None:
                 raise ValueError(
-                    "retrieval by camera needs a prompt that says how the camera moves, as Tiny World Conditioning "
-                    "does; this one does not. Set retrieval in World Memory to similarity."
+                    "retrieval by camera needs a prompt that says how the camera moves, as LingBot Conditioning and "
+                    "Tiny World Conditioning do; this one does not. Set retrieval in World Memory to similarity."
                 )
             self.path.extend(CameraMotion(*motion), frames)
 
     def _change_prompt(self, conds: list[dict]) -> None:
+        self.caches.replace_conditioning(self.guider.conds["positive"], conds)
         self.guider.conds = self.guider.conds | {"positive": conds}
-        self.network.reset_crossattn_caches(self.text_caches)
+        self.caches.forget_texts()
 
     def _progress(self, x: torch.Tensor, denoised: torch.Tensor, sigma: torch.Tensor) -> None:
         if self.callback is not None:

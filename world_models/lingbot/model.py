@@ -7,19 +7,21 @@ from typing import Any
 import comfy.conds
 import comfy.model_base
 import comfy.model_detection
-import comfy.model_management
-import comfy.model_patcher
 import comfy.supported_models
 import comfy.utils
 import torch
 from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
 
+from ..assembling import assembled
+from .camera import LatentCamera
+from .checkpoint import camera_channels
 from .network import LingBotModel
 from .schedule import LEVELS, SHIFT, denoise_levels
 from .window import AttentionWindow
 
 CAMERA_KEY = "quantwm_camera"
 WINDOW_KEY = "quantwm_window"
+SOLVER_KEY = "quantwm_solver"
 
 
 class LingBotSampling(ModelSamplingDiscreteFlow, CONST):
@@ -32,9 +34,19 @@ class LingBotSampling(ModelSamplingDiscreteFlow, CONST):
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
         return (sigma * self.multiplier).floor().clamp(max=LEVELS - 1)
 
-    def calculate_denoised(self, sigma, model_output, model_input) -> torch.Tensor:
+    def prediction_level(self, sigma: torch.Tensor) -> torch.Tensor:
+        """The level by which a prediction is undone: one of those that share a timestep stands for all."""
         level = self.denoise_levels.to(sigma)[self.timestep(sigma).long()]
-        return super().calculate_denoised(torch.where(level.isnan(), sigma, level), model_output, model_input)
+        return torch.where(level.isnan(), sigma, level)
+
+    def calculate_denoised(self, sigma, model_output, model_input) -> torch.Tensor:
+        return super().calculate_denoised(self.prediction_level(sigma), model_output, model_input)
+
+    def noise_scaling(self, sigma, noise, latent_image, max_denoise=False) -> torch.Tensor:
+        """A run begins with noise alone, also at the highest level of training, which is a little below 1."""
+        if float(sigma) >= float(self.denoise_levels[-1]):
+            return noise
+        return super().noise_scaling(sigma, noise, latent_image, max_denoise)
 
 
 class LingBotWorld(comfy.model_base.WAN21):
@@ -64,7 +76,21 @@ class LingBotWorld(comfy.model_base.WAN21):
 
 def window_of(conds: dict[str, list[dict]]) -> AttentionWindow | None:
     """The window that a guider's conditionings carry, if any does."""
-    return next((cond[WINDOW_KEY] for group in conds.values() for cond in group if cond.get(WINDOW_KEY)), None)
+    return _carried(conds, WINDOW_KEY)
+
+
+def camera_of(conds: dict[str, list[dict]]) -> LatentCamera | None:
+    """The camera that a guider's conditionings carry, if any does."""
+    return _carried(conds, CAMERA_KEY)
+
+
+def solver_of(conds: dict[str, list[dict]]) -> str | None:
+    """The solver that a guider's conditionings ask for, if any does."""
+    return _carried(conds, SOLVER_KEY)
+
+
+def _carried(conds: dict[str, list[dict]], key: str) -> Any:
+    return next((cond[key] for group in conds.values() for cond in group if cond.get(key)), None)
 
 
 class LingBotConfig(comfy.supported_models.WAN21_CausalAR_T2V):
@@ -79,33 +105,12 @@ class LingBotConfig(comfy.supported_models.WAN21_CausalAR_T2V):
 def build(weights: dict[str, torch.Tensor], metadata: dict[str, str], options: dict, disable_dynamic: bool = False):
     """MODEL of LingBot-World weights in the host's names, placed and cast as the host would do it.
 
-    The host's own loader chooses among its own model classes only, so its steps are taken here.
-
     Args:
         metadata: with a `config` for sizes that the weights do not show.
         options: `dtype` of the weights, `fp8_optimizations`.
     """
     weights, metadata = comfy.utils.convert_old_quants(weights, "", metadata=metadata)
     detected = comfy.model_detection.model_config_from_unet(weights, "", metadata=metadata)
-    config = LingBotConfig(detected.unet_config)
+    config = LingBotConfig(detected.unet_config | {"camera_channels": camera_channels(weights)})
     config.quant_config = detected.quant_config
-    management = comfy.model_management
-    load_device, offload_device = management.get_torch_device(), management.unet_offload_device()
-    supported = config.supported_inference_dtypes
-    dtype, stored = options.get("dtype"), None
-    if config.quant_config is None:
-        stored = comfy.utils.weight_dtype(weights)
-    if dtype is None:
-        count = comfy.utils.calculate_parameters(weights)
-        dtype = management.unet_dtype(model_params=count, supported_dtypes=list(supported), weight_dtype=stored)
-    cast = management.unet_manual_cast(dtype if config.quant_config is None else None, load_device, supported)
-    config.set_inference_dtype(dtype, cast, device=load_device)
-    if options.get("fp8_optimizations"):
-        config.optimizations["fp8"] = True
-    model = config.get_model(weights, "")
-    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
-    patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
-    if not management.is_device_cpu(offload_device):
-        model.to(offload_device)
-    model.load_model_weights(weights, "", assign=patcher.is_dynamic())
-    return patcher
+    return assembled(config, weights, options, disable_dynamic)

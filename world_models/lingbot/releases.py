@@ -9,22 +9,31 @@ import math
 from dataclasses import dataclass
 
 from .camera import FRAMES_PER_LATENT, LATENT_PIXELS
-from .schedule import few_step_sigmas
+from .schedule import few_step_sigmas, path_sigmas
 
 PATCH = 2
 
 
 @dataclass(frozen=True)
 class Release:
-    """Latent frames a block, the noise levels of a run by index, and the window in latent frames (0 for none)."""
+    """Latent frames a block, the noise levels of a run by index, and the window in latent frames (0 for none).
+
+    steps: of a model that is not distilled, in place of indices: it follows one path, with guidance.
+    """
 
     block: int
-    indices: tuple[int, ...]
+    indices: tuple[int, ...] = ()
     window: int = 0
     sink: int = 0
+    steps: int = 0
 
     def sigmas(self) -> list[float]:
-        return few_step_sigmas(self.indices)
+        return path_sigmas(self.steps) if self.steps else few_step_sigmas(self.indices)
+
+    @property
+    def solver(self) -> str:
+        """How World Sampler gets from one noise level to the next."""
+        return "unipc" if self.steps else "few-step"
 
     def usable_frames(self, frames: int) -> int:
         """Video frames 4 n + 1 that a path of `frames` fills."""
@@ -50,6 +59,7 @@ class Release:
 RELEASES = {
     "v2 causal-fast": Release(block=4, indices=(0, 250, 500, 750), window=18, sink=6),
     "v1 fast": Release(block=3, indices=(0, 179, 358, 679)),
+    "v2 causal-pretrain": Release(block=4, steps=40),
 }
 
 

@@ -1,4 +1,4 @@
-"""The few-step schedules that LingBot-World was distilled on, and how its timesteps and noise levels belong together.
+"""LingBot-World's schedules, of few steps or along a path, and how its timesteps and noise levels belong together.
 
 Facts: the public code of LingBot-World (Robbyant/lingbot-world) and its copy in Quant-VideoGen. Training has 1000 noise
 levels, shifted by 10; the network is told their timesteps cut to whole numbers, and several neighbouring levels share
@@ -19,10 +19,20 @@ SHIFT = 10.0
 @lru_cache(maxsize=4)
 def noise_levels(shift: float = SHIFT) -> tuple[np.ndarray, np.ndarray]:
     """Noise levels float32 `[1000]` from high to low, and their timesteps int `[1000]`."""
-    highest = float(np.float32(1 - 1 / LEVELS))
-    plain = np.linspace(highest, 0.0, LEVELS + 1)[:-1]
-    shifted = shift * plain / (1 + (shift - 1) * plain)
+    shifted = _evenly(LEVELS, shift)
     return shifted.astype(np.float32), (shifted * LEVELS).astype(np.int64)
+
+
+def path_sigmas(steps: int, shift: float = SHIFT) -> list[float]:
+    """Sigmas of a run of `steps` steps along one path, ending in 0, for models that are not distilled."""
+    return [*_evenly(steps, shift).astype(np.float32).tolist(), 0.0]
+
+
+def _evenly(steps: int, shift: float) -> np.ndarray:
+    """Noise levels float64 `[steps]` from the highest of training down, evenly spaced before they are shifted."""
+    highest = float(np.float32(1 - 1 / LEVELS))
+    plain = np.linspace(highest, 0.0, steps + 1)[:-1]
+    return shift * plain / (1 + (shift - 1) * plain)
 
 
 def denoise_levels(shift: float = SHIFT) -> np.ndarray:

@@ -1,0 +1,58 @@
+"""Device functions: rows of keys or values in full precision, copied, turned by RoPE and stored."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import COS, SIN
+
+
+@triton.jit
+def store_tile(target, stride, local, valid, value, D: tl.constexpr, W: tl.constexpr):
+    """Write `[T, W]` as rows of D channels."""
+    column = tl.arange(0, W)
+    mask = valid[:, None]
+    if D < W:
+        mask = mask & (column < D)[None, :]
+    tl.store(target + local[:, None] * stride + column[None, :], value.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def copy_chunk(source, source_stride, target, target_stride, count, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
+    """Copy `count` rows of D channels."""
+    column = tl.arange(0, W)
+    for first in range(0, count, T):
+        token = first + tl.arange(0, T)
+        mask = (token < count)[:, None] & (column < D)[None, :]
+        x = tl.load(source + token[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
+        tl.store(target + token[:, None] * target_stride + column[None, :], x, mask=mask)
+
+
+@triton.jit
+def turn(row, first, tokens, valid, keys, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
+    """RoPE of keys float32 `[T, W]` at `tokens`, counted from `first`; as they are where the piece has no angles."""
+    pair = tl.arange(0, W // 2)
+    cosines = tl.load(row + COS).to(tl.pointer_type(tl.float32)) + first * (D // 2)
+    sines = tl.load(row + SIN).to(tl.pointer_type(tl.float32)) + first * (D // 2)
+    mask = valid[:, None] & (pair < D // 2)[None, :] & (tl.load(row + COS) != 0)
+    offset = tokens[:, None] * (D // 2) + pair[None, :]
+    cos = tl.load(cosines + offset, mask=mask, other=1.0)
+    sin = tl.load(sines + offset, mask=mask, other=0.0)
+    a, b = tl.split(tl.reshape(keys, (T, W // 2, 2)))
+    return tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (T, W))
+
+
+@triton.jit
+def turn_chunk(
+    row, first, source, source_stride, target, target_stride, count, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr
+):
+    """Copy `count` rows of D channels, from token `first` of a piece on, with RoPE."""
+    column = tl.arange(0, W)
+    for start in range(0, count, T):
+        token = start + tl.arange(0, T)
+        valid = token < count
+        mask = valid[:, None] & (column < D)[None, :]
+        x = tl.load(source + token[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
+        turned = turn(row, first, token, valid, x.to(tl.float32), D, W, T)
+        store_tile(target, target_stride, token, valid, turned, D, W)

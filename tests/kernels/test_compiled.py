@@ -1,0 +1,155 @@
+"""Inside torch.compile: kernels are operators of a graph, and give the same bits as outside of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.bare_pack import bare_module
+from support.kernels import INTERPRETED
+
+DTYPE = torch.float16
+# Whether a gradient could be taken is no question here.
+CHECKS = ("test_schema", "test_faketensor")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Nothing compiled for one test serves another."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(scope="module")
+def operators():
+    return bare_module("kernels.operators")
+
+
+def whole_graph(function):
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+def drawn(device, *shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, DTYPE)
+
+
+def attention(*qkv):
+    """A host's attention function."""
+    plain = (t.transpose(1, 2) for t in qkv)
+    return torch.nn.functional.scaled_dot_product_attention(*plain).transpose(1, 2).flatten(2)
+
+
+def test_second_moment(device):
+    statistics = bare_module("kernels.statistics")
+    q = drawn(device, 2, 21, 2, 48)
+    torch.library.opcheck(statistics._moment_of, (q,), test_utils=CHECKS)
+    torch.library.opcheck(statistics._add_moment, (q, statistics.second_moment(q)), test_utils=CHECKS)
+
+    def twice(q):
+        return statistics.second_moment(2 * q, statistics.second_moment(q))
+
+    assert torch.equal(whole_graph(twice)(q), twice(q))
+
+
+@pytest.mark.parametrize("form", ["off", "second-order", "exact"])
+def test_packed_attention(pack, make_layer, device, form):
+    layer = make_layer([20, 33], head_dim=48, dtype=DTYPE, jensen=form, rotated=form != "exact")
+    pieces = [entry.stored for entry in layer.entries]
+    table, q = pack.tables.piece_table(pieces, device), drawn(device, 1, 17, 2, 48)
+    live = pack.span.RawBlock(*drawn(device, 2, 1, 5, 2, 48))
+    costs = pack.attention.exact_costs(pieces, q, layer.method) if form == "exact" else None
+    numbers = [("off", "second-order", "exact").index(form), table.aligned, *table.format.numbers()]
+    arguments = (table.rows, table.tiles, q, live.k, live.v, costs, numbers)
+    torch.library.opcheck(pack.attention.attend_tables, arguments, test_utils=CHECKS)
+
+    def attend(q, costs):
+        return pack.attention.attend_spans(table, live, q * 1.0, form, costs) + 1
+
+    assert torch.equal(whole_graph(attend)(q, costs), attend(q, costs))
+
+
+def test_decoding(pack, make_layer, device):
+    layer = make_layer([20, 33], head_dim=48, dtype=DTYPE)
+    table = pack.tables.piece_table([entry.stored for entry in layer.entries], device)
+    live = pack.span.RawBlock(*drawn(device, 2, 1, 5, 2, 48))
+
+    def decode(k, v):
+        keys, values = torch.empty(2, 1, 58, 2, 48, dtype=DTYPE, device=device)
+        pack.decode.launch_decode(table, pack.span.RawBlock(k * 1.0, v), keys, values)
+        return keys + 1, values
+
+    for actual, expected in zip(whole_graph(decode)(live.k, live.v), decode(live.k, live.v)):
+        assert torch.equal(actual, expected)
+
+
+def test_encoding_operators(operators, device):
+    k, metric = drawn(device, 1, 12, 2, 48), torch.eye(48, device=device).repeat(2, 1, 1)
+    basis, feedback = operators.leading_eigenvectors(metric, 6), operators.feedback_weights(metric, None)
+    numbers = [2, 2, 64, 0, 4, True]
+    stored = operators.encode_values(k, feedback, None, None, True, numbers)
+    for operator, arguments in (
+        (operators.leading_eigenvectors, (metric, 6)),
+        (operators.feedback_weights, (metric, basis)),
+        (operators.encode_keys, (k, metric, feedback, basis, None, None, None, None, numbers)),
+        (operators.encode_values, (k, feedback, None, None, True, numbers)),
+        (operators.encode_values, (k, None, *stored[:2], False, numbers)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=CHECKS)
+
+
+def test_encoding_two_spans(pack, device):
+    """The second begins with the codebooks of the first."""
+    encode, statistics = bare_module("kernels.encode"), bare_module("kernels.statistics")
+    stats, methods = bare_module("quantwm_core.query_stats"), pack.methods
+    method = methods.build_method(pack.settings.CacheSettings())
+    metric = torch.eye(48, device=device).repeat(2, 1, 1)
+
+    def two(k, v, q, state):
+        spans = []
+        for part in (slice(40), slice(40, None)):
+            own = stats.QueryStats(statistics.second_moment(q[:, part]))
+            span = encode.fused_for_call(method).encode(k[:, part], v[:, part], own, state)
+            spans.append({name: t + 0 for name, t in span.tensors.items()})
+        return spans
+
+    k, v, q = drawn(device, 3, 1, 67, 2, 48)
+    states = [methods.LayerState(lambda: metric) for _ in range(2)]
+    for actual, expected in zip(whole_graph(two)(k, v, q, states[0]), two(k, v, q, states[1]), strict=True):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert states[0].tokens == 67 and states[0].learned_at == states[1].learned_at
+
+
+@pytest.fixture
+def on_kernels(pack, device, monkeypatch):
+    """The interpreter stands in for a GPU where kernels are chosen."""
+    if INTERPRETED:
+        monkeypatch.setattr(pack.backends, "device_facts", lambda device: {"device": "cuda", "capability": (9, 0)})
+        pack.backends._facts_of.cache_clear()
+    yield
+    pack.backends._facts_of.cache_clear()
+
+
+def test_a_layer_attends_appends_and_packs(pack, on_kernels, device):
+    """A compiled model's blocks, with graph breaks where addresses are asked for, as uncompiled ones."""
+    settings = pack.settings.CacheSettings()
+    metric = torch.eye(32, device=device).unsqueeze(0)
+    results = []
+    for compiled in (False, True):
+        layer = pack.layer_cache.LayerCache(settings, pack.methods.build_method(settings), lambda: metric, device)
+
+        def block(q, k, v, layer=layer):
+            out = layer.attend(q * 1.0, k, v, attention)
+            layer.append(k * 1.0, v * 1.0, q)
+            layer.commit()
+            return out + 1
+
+        run = torch.compile(block, backend="aot_eager") if compiled else block
+        with pack.backends.only_eager("attend_packed"):
+            outs = [run(*drawn(device, 3, 1, tokens, 1, 32, seed=tokens)) for tokens in (20, 13)]
+        results.append((outs, layer.read()))
+        assert layer._backend._last["encode_span"][0].implementation.backend == "triton"
+        assert layer._backend._last["decode_layer"][0].implementation.backend == "triton"
+    for actual, expected in zip(results[1][0] + list(results[1][1]), results[0][0] + list(results[0][1])):
+        assert torch.equal(actual, expected)
