@@ -179,7 +179,7 @@ class LongCatRun:
         elif isinstance(cache, PlainCache) and len(cache.held) == self.geometry(1).layers:
             resident = sum(t.untyped_storage().nbytes() for pair in cache.held for t in pair)
             self.handle.record = native_record(self.settings, self.geometry(self._batch), self._tokens, resident)
-        elif cache is None and self.settings.compresses:
+        elif not self.frames and self.settings.compresses:
             logger.warning("QuantWM: this run was given no frames to continue, so nothing was cached or packed.")
         for each in packed:
             each.release()
