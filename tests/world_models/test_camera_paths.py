@@ -59,6 +59,40 @@ def test_keys_walk_as_in_the_public_code(paths):
     np.testing.assert_allclose(paths.from_actions(case.ACTIONS, len(walk)), walk, atol=1e-6)
 
 
+def test_pressed_keys_of_an_action_text(paths):
+    """A row a frame, w a s d; what turns the camera is no key of these, and nothing is pressed behind the end."""
+    pressed = paths.pressed_keys("w-2, AD-1, il-1, none-1, sw[3/0]-2", 9)
+    rows = [[1, 0, 0, 0]] * 2 + [[0, 1, 0, 1]] + [[0, 0, 0, 0]] * 2 + [[1, 0, 1, 0]] * 2 + [[0, 0, 0, 0]] * 2
+    assert pressed.tolist() == rows and paths.pressed_keys("w-20", 3).tolist() == [[1, 0, 0, 0]] * 3
+
+
+def test_keys_go_with_the_poses_of_a_file(paths, lingbot, tmp_path):
+    """Every fourth row; where latent frames are cut to whole blocks, the row nearest to the stretched pose."""
+    np.save(save(tmp_path, case.poses(41)) / "action.npy", case.keys(41))
+    path = paths.from_files(tmp_path, 33, 90.0)
+    whole, cut = (lingbot.latent_camera(path, 33, latents).keys for latents in (9, 8))
+    assert whole.tolist() == case.keys(41)[:33:4].tolist()
+    assert cut.tolist() == case.keys(41)[[0, 5, 9, 14, 18, 23, 27, 32]].tolist()
+    (tmp_path / "action.npy").unlink()
+    assert paths.from_files(tmp_path, 33, 90.0).keys is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (np.zeros((9, 3)), r"a row of four .* for each of 9 frames; got shape \[9, 3\]"),
+        (np.zeros((5, 4)), r"for each of 9 frames; got shape \[5, 4\]"),
+        (np.full((9, 4), 0.5), "keys must be 0 or 1"),
+        (np.full((9, 4), np.nan), "keys must be 0 or 1"),
+    ],
+    ids=["three keys", "too few", "half pressed", "not a number"],
+)
+def test_wrong_keys(paths, tmp_path, keys, message):
+    np.save(save(tmp_path, EYES) / "action.npy", keys)
+    with pytest.raises(ValueError, match=message):
+        paths.from_files(tmp_path, 9, 90.0)
+
+
 def test_keys_wait_at_the_end_and_are_cut(paths):
     longer, shorter = paths.from_actions("w-2, L-1", 6), paths.from_actions("w-2, L-1", 3)
     np.testing.assert_array_equal(longer[:3], shorter)

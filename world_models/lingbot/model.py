@@ -14,6 +14,7 @@ from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
 
 from ..assembling import assembled
 from .camera import LatentCamera
+from .checkpoint import camera_channels
 from .network import LingBotModel
 from .schedule import LEVELS, SHIFT, denoise_levels
 from .window import AttentionWindow
@@ -110,6 +111,6 @@ def build(weights: dict[str, torch.Tensor], metadata: dict[str, str], options: d
     """
     weights, metadata = comfy.utils.convert_old_quants(weights, "", metadata=metadata)
     detected = comfy.model_detection.model_config_from_unet(weights, "", metadata=metadata)
-    config = LingBotConfig(detected.unet_config)
+    config = LingBotConfig(detected.unet_config | {"camera_channels": camera_channels(weights)})
     config.quant_config = detected.quant_config
     return assembled(config, weights, options, disable_dynamic)
