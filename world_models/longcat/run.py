@@ -136,7 +136,7 @@ class LongCatRun:
         if self.settings.compresses:
             # While a layer is packed, its keys and values exist in float32 and their rounded forms beside them.
             encoding = 4 * geometry.bytes_bf16(tokens) // geometry.layers
-            planned = estimate_bytes(self.settings, geometry, tokens) + encoding
+            planned = estimate_bytes(self.settings, geometry, tokens, block=tokens) + encoding
         else:
             planned = geometry.bytes_bf16(tokens) * self.dtype.itemsize // 2
             if self.settings.cache_device == "cpu":
