@@ -72,16 +72,6 @@ def build_record(caches: Sequence[WorldCache]) -> dict:
     }
 
 
-def joined_entry(entries: Sequence[dict]) -> dict:
-    """The history entry of a block that several conditionings' caches have noted, as in `build_record`: bytes and
-    seconds of work for all, everything else as the last one says."""
-    last = entries[-1]
-    summed = [name for name in last if name.startswith("bytes_") and name != "bytes_by_part"]
-    parts = {part: sum(entry["bytes_by_part"][part] for entry in entries) for part in last["bytes_by_part"]}
-    work = {name: round(sum(entry[name] for entry in entries), 4) for name in ("encode_seconds", "decode_seconds")}
-    return last | {name: sum(entry[name] for entry in entries) for name in summed} | work | {"bytes_by_part": parts}
-
-
 def native_record(
     settings: CacheSettings, geometry: CacheGeometry, tokens: int, resident: int, conditionings: int = 1
 ) -> dict:
