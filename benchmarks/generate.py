@@ -4,15 +4,17 @@
                                   [--runs N] [--profile FOLDER]
 
 Random weights in the shape of Causal-Forcing (93 frames of 832 x 480, 4 steps) or of LingBot-World v2 1.3B (189 frames,
-so that its window rolls from the fifth block of 12 on). Rows of one block size belong together:
+so that its window rolls from the fifth block of 12 on), or in LongCat-Video's width with 4 layers (a continuation of 73
+frames by 20, guided, 4 steps; `block` is what is made). Rows of one block size belong together:
 
     native           the host alone
     native, cudnn    the host alone with torch's attention limited to cuDNN, the most that a faster attention can bring
-    off              this pack attached, method off
+    off              this pack attached, method off; "offloaded": its cache on the CPU, a layer copied when it attends
     quantwm          backend auto; "host attention" keeps the attention that native uses; "torch" has no kernels at all
     others           the same backend auto
 
-`seconds` is the best of the timed runs, after one that compiles and loads. `peak_gib_without_weights` is what the run
+`seconds` is the best of the timed runs, after one that compiles and loads; `seconds_per_step` (LongCat-Video) what a
+step adds to it, its prefill left out. `peak_gib_without_weights` is what the run
 allocates beyond the loaded weights. `repeatable` says whether all runs with one seed gave the same bits.
 """
 
@@ -21,23 +23,22 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.nn.attention import SDPBackend
 
-from . import random_lingbot, random_wan
+from . import random_lingbot, random_longcat, random_wan
 from .bare_pack import bare_module
 from .random_wan import WanShape
 from .report import parser, print_table, write_json
+from .variants import Variant, variants
 
 COLUMNS = (
-    "model frames block method variant seconds ratio_to_native peak_gib_without_weights ratio_peak resident_gib "
-    "ratio_resident repeatable backend"
+    "model frames block method variant seconds seconds_per_step ratio_to_native peak_gib_without_weights ratio_peak "
+    "resident_gib ratio_resident repeatable backend"
 ).split()
 STEPS = 4
 GIB = 2**30
@@ -45,61 +46,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure: where it comes from, its shape, a small one for CPUs, and the blocks it is sampled in."""
+    """A model to measure: where it comes from, its shape, a small one for CPUs, and the blocks it is sampled in.
+
+    per_step: whether to time a step apart from what comes before the first.
+    """
 
     source: ModuleType
     shape: WanShape
     small: WanShape
     blocks: tuple[int, ...]
+    variants: Callable[[bool], Iterator[Variant]] = variants
+    per_step: bool = False
 
 
 SUBJECTS = {
     "causal-forcing": Subject(random_wan, random_wan.CAUSAL_FORCING, random_wan.SMALL, (3, 1)),
     "lingbot-v2-1.3b": Subject(random_lingbot, random_lingbot.LINGBOT, random_lingbot.SMALL, (4,)),
+    "longcat": Subject(
+        random_longcat, random_longcat.LONGCAT, random_longcat.SMALL, (5,), random_longcat.variants, per_step=True
+    ),
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A row: a method with its settings, in circumstances that last for its runs."""
-
-    method: str
-    name: str = "default"
-    settings: dict = field(default_factory=dict)
-    around: Callable[[], AbstractContextManager] = nullcontext
-    once: bool = False
-
-
-def variants(gpu: bool) -> Iterator[Variant]:
-    """Native first: all ratios are to it."""
-    yield Variant("native")
-    if gpu:
-        yield Variant("native", "cudnn", around=_host_on_cudnn)
-    yield Variant("off")
-    yield Variant("quantwm")
-    if gpu:
-        yield Variant("quantwm", "host attention", around=_host_attention)
-    yield Variant("quantwm-paper", once=True)
-    yield Variant("rtn", once=True)
-    if gpu:
-        yield Variant("quantwm", "torch", {"backend": "torch"}, once=True)
-
-
-@contextmanager
-def _host_on_cudnn() -> Iterator[None]:
-    import comfy.ops
-
-    order = comfy.ops.SDPA_BACKEND_PRIORITY
-    before = list(order)
-    order.sort(key=lambda backend: backend != SDPBackend.CUDNN_ATTENTION)
-    try:
-        yield
-    finally:
-        order[:] = before
-
-
-def _host_attention() -> AbstractContextManager:
-    return bare_module("quantwm_core.backends").only_eager("attend_packed")
 
 
 def attach(variant: Variant, model):
@@ -122,6 +88,7 @@ def measure(
             latents.append(latent)
             seconds.append(elapsed)
             peaks.append(peak)
+        step = _step_seconds(subject, model, shape, block, device, min(seconds[1:])) if subject.per_step else None
     record = handle.record if handle else None
     resident = _resident(record) if record else native_bytes(shape)
     return {
@@ -131,6 +98,7 @@ def measure(
         "method": variant.method,
         "variant": variant.name,
         "seconds": min(seconds[1:]),
+        "seconds_per_step": step,
         "seconds_each": seconds,
         "peak_gib_without_weights": peaks[-1] / GIB if device.type == "cuda" else None,
         "resident_gib": resident / GIB,
@@ -143,6 +111,12 @@ def measure(
         "encode_seconds": record["encode_seconds"] if record else None,
         "decode_seconds": record["decode_seconds"] if record else None,
     }
+
+
+def _step_seconds(subject: Subject, model, shape: WanShape, block: int, device: torch.device, whole: float) -> float:
+    """Seconds that a step adds: a run of all steps took `whole`."""
+    one = min(timed(partial(subject.source.sample, model, shape, block, 1), device)[1] for _ in range(2))
+    return (whole - one) / (STEPS - 1)
 
 
 def timed(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, float, int]:
@@ -206,7 +180,7 @@ def main() -> None:
     rows: list[dict] = []
     for block in arguments.blocks or subject.blocks:
         native = None
-        for variant in variants(gpu):
+        for variant in subject.variants(gpu):
             if variant.method not in ("native", *(arguments.methods or [variant.method])):
                 continue
             row = measure(variant, subject, model, shape, block, device, arguments.runs)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from .host import load_pack, start_host
 
 CHECKPOINT = "lingbot-world-v2-1.3b-causal-fast"
+VAE = "wan_2.1_vae.safetensors"
 PARTS = 2
 SIZES = {"in_dim": 36, "dim": 256, "ffn_dim": 512, "num_heads": 2, "num_layers": 2, "text_dim": 64}
 VAE_WIDTH = 8
@@ -27,7 +28,6 @@ def write(models: Path) -> tuple[str, str]:
     """Write both into a models folder; returns (name of the first part, name of the VAE) as the loaders list them."""
     start_host()
     load_pack()
-    import comfy.ldm.wan.vae
     import comfy.ops
     from quantwm_pack.world_models.lingbot.network import LingBotModel
 
@@ -36,10 +36,16 @@ def write(models: Path) -> tuple[str, str]:
     ).state_dict()
     folder = models / "diffusion_models" / CHECKPOINT
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.bfloat16() for name, tensor in _random(network).items()}
+    weights = {name: tensor.bfloat16() for name, tensor in shaped_randomly(network).items()}
     names = [f"model-{part + 1:05d}-of-{PARTS:05d}.safetensors" for part in range(PARTS)]
     for part, name in enumerate(names):
         save_file({key: weights[key] for key in list(weights)[part::PARTS]}, folder / name)
+    return f"{CHECKPOINT}/{names[0]}", write_vae(models)
+
+
+def write_vae(models: Path) -> str:
+    """Write a small Wan VAE; returns its name."""
+    import comfy.ldm.wan.vae
 
     vae = comfy.ldm.wan.vae.WanVAE(
         dim=VAE_WIDTH,
@@ -49,12 +55,12 @@ def write(models: Path) -> tuple[str, str]:
         attn_scales=[],
         temperal_downsample=[False, True, True],
     )
-    (models / "vae").mkdir(exist_ok=True)
-    save_file(_random(vae.state_dict()), models / "vae" / "wan_2.1_vae.safetensors")
-    return f"{CHECKPOINT}/{names[0]}", "wan_2.1_vae.safetensors"
+    (models / "vae").mkdir(parents=True, exist_ok=True)
+    save_file(shaped_randomly(vae.state_dict()), models / "vae" / VAE)
+    return VAE
 
 
-def _random(shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def shaped_randomly(shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights that keep the size of what goes through them; gains near 1."""
     generator = torch.Generator().manual_seed(0)
     made = {}

@@ -11,6 +11,9 @@ from .compare import QuantWMCompare
 from .kv_cache import QuantWMKVCache
 from .lingbot_conditioning import QuantWMLingBotConditioning
 from .load_world_model import QuantWMLoadWorldModel
+from .longcat_conditioning import QuantWMLongCatConditioning
+from .longcat_lora import QuantWMLongCatLoRA
+from .longcat_scheduler import QuantWMLongCatScheduler
 from .memory import QuantWMMemory
 from .planner import QuantWMPlanner
 from .prompt_change import QuantWMPromptChange
@@ -35,6 +38,9 @@ NODES: list[type[io.ComfyNode]] = [
     QuantWMLingBotConditioning,
     QuantWMPlanner,
     QuantWMBudget,
+    QuantWMLongCatConditioning,
+    QuantWMLongCatScheduler,
+    QuantWMLongCatLoRA,
 ]
 
 

@@ -36,7 +36,8 @@ class QuantWMApply(io.ComfyNode):
                     "model",
                     tooltip=(
                         "An autoregressive world model: Causal-Forcing, Self-Forcing and the like, or LingBot-World, "
-                        "sampled by World Sampler or Sampler AR Video. Other models are refused here."
+                        "sampled by World Sampler or Sampler AR Video; or LongCat-Video, with any sampler. Other "
+                        "models are refused here."
                     ),
                 ),
                 SettingsSocket.Input(

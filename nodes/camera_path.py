@@ -63,7 +63,7 @@ class QuantWMCameraPath(io.ComfyNode):
         """Read files again when they have changed."""
         stamps = ()
         if motion == FILES:
-            files = (_input_folder(folder) / name for name in (paths.POSES_FILE, paths.INTRINSICS_FILE))
+            files = (_input_folder(folder) / name for name in paths.FILES)
             stamps = tuple(file.stat().st_mtime_ns for file in files if file.is_file())
         return (motion, folder, *sorted(others.items()), stamps)
 
@@ -82,13 +82,14 @@ class QuantWMCameraPath(io.ComfyNode):
         if motion == FILES:
             camera = paths.from_files(_input_folder(folder), length, fov)
         else:
+            keys = None
             if motion == ACTIONS:
-                poses = paths.from_actions(actions, length)
+                poses, keys = paths.from_actions(actions, length), paths.pressed_keys(actions, length)
             elif motion == KEYFRAMES:
                 poses = paths.from_keyframes(keyframes, length)
             else:
                 poses = paths.PRESETS[motion](length, distance=distance, angle=angle)
-            camera = CameraPath(poses, intrinsics_for_fov(fov))
+            camera = CameraPath(poses, intrinsics_for_fov(fov), keys)
         return io.NodeOutput(camera, chart_tensor(path_picture(camera.poses, camera.fov)))
 
 
@@ -172,7 +173,8 @@ def _inputs() -> list[io.Input]:
             default="",
             tooltip=(
                 "For motion files: a folder inside of ComfyUI's input folder with poses.npy [frames, 4, 4] "
-                "(camera to world, OpenCV) and, if you like, intrinsics.npy [frames, 4] (fx, fy, cx, cy at 832 x 480)."
+                "(camera to world, OpenCV) and, if you like, intrinsics.npy [frames, 4] (fx, fy, cx, cy at 832 x 480) "
+                "and action.npy [frames, 4] (w, a, s, d, for act variants)."
             ),
         ),
     ]

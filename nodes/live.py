@@ -1,13 +1,12 @@
 """The panel on Cache Memory Stats: what it shows, and sending that to the page of a run while it samples.
 
-A page says at the start of a run that it shows the panel (`ROUTE`). Only such pages get events, a few a second, over
-ComfyUI's own websocket. What the finished node returns needs no page: the numbers are in its outputs as well.
+A page says whether it shows the panel (`ROUTE`). Only the runs of such pages send events, a few a second, over the
+server's own websocket. What the finished node returns needs no page: the numbers are in its outputs as well.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Any
 
 import comfy.model_management as management
@@ -25,12 +24,12 @@ SECONDS_BETWEEN = 0.25
 # A chart is some hundred pixels wide: more points than this would not show.
 MOST_POINTS = 160
 
-# Prompts that a page watches. Few run at once, and those that are over cost nothing but their names.
-_watched: deque[str] = deque(maxlen=32)
+# Websocket ids of the pages that show the panel.
+_watching: set[str] = set()
 
 
 def add_route() -> None:
-    """Let pages say which prompt they watch; without a server there is nothing to add to."""
+    """Let pages say whether they show the panel; without a server there is nothing to add to."""
     server = running_server()
     if server is None:
         return
@@ -38,13 +37,24 @@ def add_route() -> None:
     @server.routes.post(ROUTE)
     async def watch(request: web.Request) -> web.Response:
         body = await request.json()
-        _watched.append(str(body.get("prompt_id")))
+        _watching.intersection_update(server.sockets)
+        (_watching.add if body["on"] else _watching.discard)(str(body["client_id"]))
         return web.json_response({})
 
 
 def watched() -> bool:
-    """Whether a page shows the panel of the prompt that is running here."""
-    return executing_prompt_id() in _watched
+    """Whether the page that queued the running prompt shows the panel."""
+    return bool(_watching) and _running()[0] in _watching
+
+
+def _running() -> tuple[str | None, dict[str, dict]]:
+    """The page that waits for the running prompt, and the prompt."""
+    server, prompt_id = running_server(), executing_prompt_id()
+    if server is not None and prompt_id is not None:
+        for _, running_id, prompt, extra_data, *_ in server.prompt_queue.get_current_queue_volatile()[0]:
+            if running_id == prompt_id and extra_data.get("client_id") in server.sockets:
+                return extra_data["client_id"], prompt
+    return None, {}
 
 
 class LivePanel:
@@ -60,25 +70,14 @@ class LivePanel:
         now = time.monotonic()
         if now - self._sent < SECONDS_BETWEEN or not watched():
             return
-        client, panels = self._panels()
-        if not panels:
-            return
-        self._sent = now
-        running_server().send_sync(EVENT, panel_state(handle) | {"nodes": panels}, client)
+        client, prompt = _running()
+        panels = [name for name, node in prompt.items() if self._shows(node)]
+        if panels:
+            self._sent = now
+            running_server().send_sync(EVENT, panel_state(handle) | {"nodes": panels}, client)
 
-    def _panels(self) -> tuple[str | None, list[str]]:
-        """The page that queued the running prompt, and the nodes in it that show this cache."""
-        server, prompt_id = running_server(), executing_prompt_id()
-        if server is None:
-            return None, []
-        for _, running_id, prompt, extra_data, *_ in server.prompt_queue.get_current_queue_volatile()[0]:
-            client = extra_data.get("client_id")
-            if running_id == prompt_id and client in server.sockets:
-                ours = [self._apply_id, 1]
-                return client, [
-                    i for i, n in prompt.items() if n["class_type"] == STATS and n["inputs"].get("cache") == ours
-                ]
-        return None, []
+    def _shows(self, node: dict) -> bool:
+        return node["class_type"] == STATS and node["inputs"].get("cache") == [self._apply_id, 1]
 
 
 def panel_state(handle: CacheHandle) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import folder_paths
 from comfy_api.latest import io
 
-from ..world_models import tiny_world
+from ..world_models import longcat, tiny_world
 from ..world_models.loading import WEIGHT_DTYPES, load_world_model, one_of_each
+from .progress import show_text
 from .sockets import CATEGORY
 
 BUILT_IN = "tiny world (built in)"
@@ -20,16 +21,17 @@ class QuantWMLoadWorldModel(io.ComfyNode):
             display_name="Load World Model",
             category=CATEGORY,
             description=(
-                "Loads an autoregressive Wan model (Causal-Forcing, Self-Forcing, LongLive and the like) or "
-                "LingBot-World: safetensors in one file or in parts, with or without the causal marker that the "
-                "stock loader needs, and the authors' own .pt files. A Wan 2.1 text-to-video file always loads as "
-                "autoregressive here."
+                "Loads an autoregressive Wan model (Causal-Forcing, Self-Forcing, LongLive and the like), "
+                "LingBot-World or LongCat-Video: safetensors in one file or in parts, with or without the causal "
+                "marker that the stock loader needs, and the authors' own .pt files. A Wan 2.1 text-to-video file "
+                "always loads as autoregressive here."
             ),
             search_aliases=[
                 "causal forcing",
                 "self forcing",
                 "longlive",
                 "lingbot",
+                "longcat",
                 "load diffusion model",
                 "autoregressive wan",
             ],
@@ -57,6 +59,7 @@ class QuantWMLoadWorldModel(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output("model", display_name="MODEL", tooltip="For Apply To World Model.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -65,4 +68,8 @@ class QuantWMLoadWorldModel(io.ComfyNode):
             path = str(tiny_world.WORLD_FILE)
         else:
             path = folder_paths.get_full_path_or_raise("diffusion_models", model_name)
-        return io.NodeOutput(load_world_model(path, weight_dtype))
+        model = load_world_model(path, weight_dtype)
+        text = longcat.describe(model)
+        if text is not None:
+            show_text(text, cls.hidden.unique_id if cls.hidden else None)
+        return io.NodeOutput(model)

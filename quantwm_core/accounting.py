@@ -105,6 +105,21 @@ def native_record(
     }
 
 
+def joined_entries(entries: Sequence[dict]) -> dict:
+    """One history entry for a block, from those of all conditionings' caches: bytes and times together."""
+    if len(entries) == 1:
+        return entries[0]
+    joined = dict(entries[-1])
+    for name, value in joined.items():
+        if isinstance(value, dict):
+            joined[name] = {part: sum(entry[name][part] for entry in entries) for part in value}
+        elif name.startswith("bytes_"):
+            joined[name] = sum(entry[name] for entry in entries)
+        elif name in ("encode_seconds", "decode_seconds"):
+            joined[name] = round(sum(entry[name] for entry in entries), 4)
+    return joined
+
+
 # Scales, ids, codebooks and corrections beside the codes; generous, for planning memory before a run.
 OVERHEAD_BITS = 1.25
 

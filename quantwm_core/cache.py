@@ -47,6 +47,8 @@ class WorldCache:
         on_block: called with a history entry after the last layer has committed a block.
         block: tokens of the largest block, or of first frames that are given: as they grow, fewer layers pack together.
         reach: how the sampler's window divides the history.
+        prefilled: one forward fills it, layer by layer. Packing is then done on the caller's stream, for beside it all
+            layers would wait in full precision, and the queries that come with a block count as asked before it.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class WorldCache:
         on_block: Callable[[dict], None] | None = None,
         block: int = TYPICAL_BLOCK,
         reach: Reach | None = None,
+        prefilled: bool = False,
     ) -> None:
         self.settings = settings
         self.geometry = geometry
@@ -69,6 +72,7 @@ class WorldCache:
         check_overrides(settings.overrides, geometry.layers, geometry.heads)
         method = method or build_method(settings)
         metrics = value_metrics or [None] * geometry.layers
+        self._prefilled = prefilled
         self._together = 1
         self.layers: list[LayerCache | HeadGroups] = []
         if settings.overrides:
@@ -91,8 +95,8 @@ class WorldCache:
     ) -> list[LayerCache]:
         """Layers that pack together, one for each metric."""
         # Beside a cache on the CPU packing ends with a copy there, for which the caller waits in any case.
-        beside = device if self.settings.cache_device == "gpu" else None
-        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside)
+        beside = device if self.settings.cache_device == "gpu" and not self._prefilled else None
+        packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside, self._prefilled)
         rest = device, self.decode_watch, self.backend, packer, self._reach
         return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
 
@@ -106,7 +110,7 @@ class WorldCache:
             own = replace(s, key_bits=bits[0], value_bits=bits[1], bit_overrides="")
             part = None if metric is None else partial(_metric_of, metric, heads)
             own_method = replace(method, settings=own)
-            packer = Packer(own, own_method, [part], self.backend, self.encode_watch)
+            packer = Packer(own, own_method, [part], self.backend, self.encode_watch, prefilled=self._prefilled)
             rest = device, self.decode_watch, self.backend, packer, self._reach
             groups.append(HeadGroup(heads, LayerCache(own, own_method, None, *rest)))
         return groups[0].cache if len(groups) == 1 else HeadGroups(groups)

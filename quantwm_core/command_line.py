@@ -16,6 +16,7 @@ MODELS = {
     "causal-forcing": CacheGeometry(30, 12, 128),
     "lingbot-14b": CacheGeometry(40, 40, 128),
     "lingbot-1.3b": CacheGeometry(30, 12, 128),
+    "longcat": CacheGeometry(48, 32, 128),
 }
 # Pixels a token covers in each direction: Wan's VAE makes 8 to one, the network's patches two to one.
 TOKEN_PIXELS = 16
@@ -23,6 +24,7 @@ TOKEN_PIXELS = 16
 PLAN_EXAMPLES = """examples:
   python -m quantwm_core plan --width 832 --height 480 --length 93 --budget 2
   python -m quantwm_core plan --model lingbot-14b --length 161 --block 4 --budget 12
+  python -m quantwm_core plan --model longcat --length 73 --block 19
   python -m quantwm_core plan --layers 48 --heads 32 --head-dim 128 --length 77 --block 19
 """
 INSPECT_EXAMPLES = """example:

@@ -162,9 +162,18 @@ class HeadGroups:
         attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """See `LayerCache.attend`; `attention` is called with fewer heads."""
+        return self.attend_each([(queries, k, v)], attention)
+
+    def attend_each(
+        self,
+        prompts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """See `LayerCache.attend_each`."""
         parts = []
         for group in self.groups:
-            out = group.cache.attend(group.take(queries), group.take(k), group.take(v), attention)
+            taken = [tuple(group.take(tensor) for tensor in prompt) for prompt in prompts]
+            out = group.cache.attend_each(taken, attention)
             parts.append(out.unflatten(2, (len(group.heads), -1)))
         return self._together(parts).flatten(2)
 

@@ -211,17 +211,47 @@ class LayerCache(Holdings):
 
         `attention(q, k, v)` is the host's own; a backend may replace it by one that gives the same up to rounding.
         """
-        self._check_shape(k, v)
+        return self.attend_each([(queries, k, v)], attention)
+
+    def attend_each(
+        self,
+        prompts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """As `attend`, for several prompts (queries, keys, values) that ask one history, which is read once for all.
+
+        Returns their outputs, one after the other in the batch.
+        """
+        for _, k, v in prompts:
+            self._check_shape(k, v)
         history = self._fetched_history()
         if self.settings.budget_gb:
             # Positions are part of the keys: spans of one width come together, so that a kernel reads them in one go.
             history.sort(key=_width)
         if self.following is not None:
             self.following.start_fetch()
-        pieces = history + [RawBlock(k, v)]
-        facts = call_facts(self.settings, queries, _rotated(pieces))
-        read = partial(self._gather, pieces) if history else partial(self.read, k, v)
-        return self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, read)
+        decoded: tuple[torch.Tensor, torch.Tensor] | None = None
+
+        def read(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """The history followed by these live tokens, which take the place of those of the prompt before."""
+            nonlocal decoded
+            if not history:
+                return k, v
+            if decoded is None:
+                decoded = self._gather([*history, RawBlock(k, v)])
+            else:
+                for whole, live in zip(decoded, (k, v)):
+                    whole[:, -live.shape[1] :] = live
+            return decoded
+
+        outs = []
+        for queries, k, v in prompts:
+            pieces = [*history, RawBlock(k, v)]
+            facts = call_facts(self.settings, queries, _rotated(pieces))
+            outs.append(
+                self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, partial(read, k, v))
+            )
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _history(self) -> list[RawBlock | PackedSpan]:
         """Pieces within reach, for reading."""

@@ -77,6 +77,7 @@ class Packer:
     Args:
         metrics: for each layer, a function giving the Gram matrix `[H, D, D]` of the output projection, or None.
         beside: packs on a stream of its own; whoever reads spans then calls `join` first.
+        prefilled: blocks come with queries that were asked before them, and so are earlier ones already.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Packer:
         backend: Dispatcher,
         watch: Stopwatch,
         beside: torch.device | None = None,
+        prefilled: bool = False,
     ) -> None:
         self.settings = settings
         self.method = method
@@ -95,6 +97,7 @@ class Packer:
         self._backend = backend
         self._watch = watch
         self._side = SideStream(beside)
+        self._prefilled = prefilled
         self.state = LayerState()
 
     def forget(self) -> None:
@@ -125,7 +128,8 @@ class Packer:
                 self.state.value_metric = partial(self._side.on_callers, metric)
             # Layers of a group hold the same tokens, so one rotation serves all of them.
             rotation = joined_rotation([block.rotation for block in blocks[0]])
-            stats = QueryStats(_moments(blocks), self.state.earlier.moment, rotation)
+            own = _moments(blocks)
+            stats = QueryStats(own, own if self._prefilled else self.state.earlier.moment, rotation)
             tokens = self.state.tokens
             facts = call_facts(settings, k, rotation is not None)
             span = self._backend.run("encode_span", facts, method, k, v, stats, self.state)
@@ -137,8 +141,8 @@ class Packer:
                 )
             if again:
                 self.state.tokens = tokens
-            elif self.method.uses_earlier_queries and stats.own is not None:
-                self.state.earlier.add(stats.own, k.shape[1])
+            elif self.method.uses_earlier_queries and own is not None and not self._prefilled:
+                self.state.earlier.add(own, k.shape[1])
         if self.settings.cache_device == "cpu":
             span = self._offload(span)
         if self.layers == 1:

@@ -70,16 +70,28 @@ def comparison_picture(canvas_module, frames: list[Image.Image], record: dict) -
 def steps_picture(canvas_module, workflow: dict, name: str) -> Image.Image:
     """The groups of a workflow as steps; those that hold nodes of this pack stand out."""
     canvas = canvas_module.Canvas(SIZE, SIZE, BACKGROUND)
-    title, subtitle = re.split("-(?=image|long)", name)
+    title, subtitle = re.split("-(?=image|long|continuation)", name, maxsplit=1)
     canvas.text((28, 30), title.replace("-", " ").title(), TEXT, size=50, weight=0.8)
     canvas.text((28, 96), f"{subtitle.replace('-', ' ')}, cache in 2 bits", MUTED, size=28)
-    height = (SIZE - 190) / len(workflow["groups"])
-    for i, group in enumerate(workflow["groups"]):
+    groups = _steps(workflow["groups"])
+    height = (SIZE - 190) / len(groups)
+    for i, group in enumerate(groups):
         y = 160 + i * height
         color = PACKED if _holds_ours(workflow, group) else group["color"]
         canvas.box((28, y, SIZE - 28, y + height - 14), canvas_module.with_alpha(color, 0.55), radius=10)
         canvas.text((52, y + height / 2 - 7), group["title"], TEXT, size=32, anchor="lm")
     return canvas.finished()
+
+
+def _steps(groups: list[dict]) -> list[dict]:
+    """Groups in the order of their numbers; of those that repeat a step ("Segment 1" to "Segment 11"), the first alone,
+    named for all."""
+    repeated = [group for group in groups if not group["title"][0].isdigit()]
+    steps = sorted((group for group in groups if group["title"][0].isdigit()), key=lambda group: group["title"])
+    if repeated:
+        title = f"{len(repeated)} times: {repeated[0]['title'].rpartition(' ')[0].lower()}"
+        steps.insert(-1, repeated[0] | {"title": title})
+    return steps
 
 
 def _holds_ours(workflow: dict, group: dict) -> bool:

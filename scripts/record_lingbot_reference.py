@@ -53,8 +53,8 @@ def import_reference(folder: Path) -> types.SimpleNamespace:
     return types.SimpleNamespace(network=network, pretrained=pretrained, camera=camera, solver=solver)
 
 
-def camera_of(reference, version: case.Version) -> dict[str, torch.Tensor]:
-    """Relative poses `[T, 4, 4]` and unshuffled rays `[1, 384, T, H, W]`."""
+def camera_of(reference, version: case.Version, act: bool = False) -> dict[str, torch.Tensor]:
+    """Relative poses `[T, 4, 4]` and unshuffled rays `[1, 384, T, H, W]`, or `[1, 448, ...]` with keys."""
     height, width = case.HEIGHT * PIXELS, case.WIDTH * PIXELS
     poses = case.poses(version.poses)
     relative = reference.camera.interpolate_camera_poses(
@@ -67,14 +67,20 @@ def camera_of(reference, version: case.Version) -> dict[str, torch.Tensor]:
     scaled = reference.camera.get_Ks_transformed(
         torch.from_numpy(case.intrinsics(version.poses)), 480, 832, height, width, height, width
     )
-    rays = reference.camera.get_plucker_embeddings(relative, scaled[:1].repeat(len(relative), 1), height, width)
+    kind = {"only_rays_d": True} if act else {}
+    rows = scaled[:1].repeat(len(relative), 1)
+    rays = reference.camera.get_plucker_embeddings(relative, rows, height, width, **kind)
+    if act:
+        pressed = torch.from_numpy(case.keys(version.poses)[::4]).float()
+        rays = torch.cat((rays, pressed[:, None, None].expand(-1, height, width, -1)), dim=-1)
     rays = torch.nn.functional.pixel_unshuffle(rays.movedim(-1, 1), PIXELS)
     return {"poses": relative, "rays": rays.movedim(0, 1)[None]}
 
 
-def run(reference, version: case.Version) -> dict[str, torch.Tensor]:
+def run(reference, version: case.Version, act: bool = False) -> dict[str, torch.Tensor]:
     """One rollout with the public network and scheduler, block by block, and tensors from inside of it."""
     size = {"local_attn_size": version.window or -1, "sink_size": version.sink}
+    size |= {"control_type": "act"} if act else {}
     network = reference.network.WanModelFast(model_type="i2v", **size, **case.MODEL).eval()
     network.load_state_dict(case.weights({name: value.shape for name, value in network.state_dict().items()}))
     scheduler = reference.solver.FlowUniPCMultistepScheduler(
@@ -97,7 +103,7 @@ def run(reference, version: case.Version) -> dict[str, torch.Tensor]:
     network.blocks[0].self_attn.register_forward_hook(keep("self_attention"))
     network.blocks[0].register_forward_pre_hook(keep_camera, with_kwargs=True)
 
-    camera = camera_of(reference, version)
+    camera = camera_of(reference, version, act)
     tokens = case.HEIGHT * case.WIDTH // 4
     held = tokens * (version.window or version.frames)
     caches, text_caches = empty_caches(network, held)
@@ -232,7 +238,11 @@ def main() -> None:
             reference = import_reference(folder)
             recorded = run(reference, case.VERSIONS[name])
             tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in recorded.items()}
-            if reference.pretrained is not None:
+            if reference.pretrained is None:
+                recorded = run(reference, case.VERSIONS[name], act=True)
+                kept = ("rays", "camera_tokens", "flows", "latents")
+                tensors |= {f"act.{part}": recorded[part].contiguous() for part in kept}
+            else:
                 recorded = run_pretrained(reference, case.PRETRAIN)
                 tensors |= {f"pretrain.{part}": tensor.contiguous() for part, tensor in recorded.items()}
     tensors["walk"] = walk(options.first)

@@ -154,6 +154,23 @@ def test_the_published_pack_has_what_is_read_as_a_file():
     assert {"web/js/memory_view.css", "quantwm_core/presets.json"} <= files
 
 
+def test_the_published_pack_loads(tmp_path):
+    """By path and from its own files alone, as ComfyUI loads it."""
+    pack = tmp_path / "quantwm"
+    for name in published_files():
+        (pack / name).parent.mkdir(parents=True, exist_ok=True)
+        (pack / name).symlink_to(ROOT / name)
+    code = (
+        "import asyncio, sys; from pathlib import Path; from benchmarks.host import import_folder, start_host; "
+        f"start_host(cpu=True); pack = import_folder('published', Path({str(pack)!r})); "
+        "nodes = asyncio.run(asyncio.run(pack.comfy_entrypoint()).get_node_list()); "
+        "print([node.GET_SCHEMA().node_id for node in nodes])"
+    )
+    result = run_python(code, ROOT)
+    assert result.returncode == 0, result.stderr
+    assert sorted(ast.literal_eval(result.stdout.splitlines()[-1])) == sorted(set(node_ids()))
+
+
 def test_changelog_has_the_version(project):
     assert f"## {project['project']['version']}" in (ROOT / "CHANGELOG.md").read_text()
 

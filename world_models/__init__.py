@@ -9,9 +9,9 @@ from ..quantwm_core import CacheHandle, CacheSettings
 from ..quantwm_core.methods import Method
 from ..quantwm_core.plan_table import World
 from ..quantwm_core.probe import LogitProbe
-from . import causal_wan
+from . import causal_wan, longcat
 
-ADAPTERS = (causal_wan,)
+ADAPTERS = (causal_wan, longcat)
 
 
 def attach(

@@ -1,4 +1,4 @@
-"""Load an autoregressive Wan checkpoint in any layout that its authors publish."""
+"""Load a world model's checkpoint in any layout that its authors publish."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import comfy.sd
 import comfy.utils
 import torch
 
-from . import lingbot
+from . import lingbot, longcat
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +40,26 @@ SHARD = re.compile(r"(?P<name>.*)-(?P<part>\d+)-of-(?P<parts>\d+)(?P<suffix>\.sa
 
 
 def load_world_model(path: str, weight_dtype: str = "default", disable_dynamic: bool = False):
-    """MODEL of the autoregressive Wan checkpoint at `path`.
+    """MODEL of the world model checkpoint at `path`: an autoregressive Wan, LingBot-World or LongCat-Video.
 
     Reads safetensors with or without the causal marker in the metadata, also in parts (`path` is any of them), and
     `.pt` files that hold the weights under `generator` or `generator_ema` (the latter is preferred), bare or wrapped
     by FSDP. Pickles are read with `weights_only`, so a file cannot run code. LingBot-World is told by its camera
-    layers. `disable_dynamic` is what ComfyUI passes when it reloads a model for a second GPU.
+    layers, LongCat-Video by its own keys. `disable_dynamic` is what ComfyUI passes when it reloads a model for a
+    second GPU.
 
     Raises ValueError naming what was found when the file holds anything else, RuntimeError when this ComfyUI
     has no autoregressive Wan.
     """
     _require_autoregressive_host()
     stored, metadata = _read(path)
+    options = dict(WEIGHT_DTYPES[weight_dtype])
+    if longcat.is_longcat(stored):
+        model = longcat.build(stored, metadata, path, options, disable_dynamic)
+        model.cached_patcher_init = (load_world_model, (path, weight_dtype))
+        return model
     weights = _generator(stored, path)
     metadata = _causal_metadata(weights, metadata, path)
-    options = dict(WEIGHT_DTYPES[weight_dtype])
     if lingbot.is_lingbot(weights):
         lingbot.check_weights(weights, path)
         model = lingbot.build(weights, metadata, options, disable_dynamic)
@@ -141,8 +146,8 @@ def _generator(stored: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
     if not prefixes:
         raise ValueError(
             f"{path} is not a Wan checkpoint: no weight is called ...{ANCHOR}. {_contents(stored)} "
-            "Expected safetensors of an autoregressive Wan, or the authors' .pt with generator or "
-            "generator_ema."
+            "Expected safetensors of an autoregressive Wan, the authors' .pt with generator or generator_ema, or "
+            "LongCat-Video."
         )
     prefix = min(prefixes, key=lambda name: (_rank(name), len(name)))
     return {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}

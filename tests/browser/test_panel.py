@@ -52,7 +52,7 @@ CONTRASTS = """root => {
 }"""
 
 
-def start_run(page: Page, length: int = 12, seed: int = 0) -> None:
+def start_run(page: Page, length: int = 12, seed: int = 0, **widgets: object) -> None:
     """Open the tiny world's template, make it short, and press Run. States that arrive are kept in `states`."""
     page.evaluate("workflow => app.loadGraphData(workflow)", WORKFLOW)
     page.evaluate(
@@ -62,7 +62,7 @@ def start_run(page: Page, length: int = 12, seed: int = 0) -> None:
             window.states = [];
             app.api.addEventListener("quantwm.memory", event => states.push([performance.now(), event.detail]));
         }""",
-        {"seed_frames": 6, "length": length, "noise_seed": seed},
+        {"seed_frames": 6, "length": length, "noise_seed": seed, **widgets},
     )
     page.get_by_test_id("queue-button").click()
 
@@ -111,6 +111,24 @@ def test_an_interrupted_run_stops_being_live(page):
     expect(page.locator(".quantwm-sampling")).to_be_visible(timeout=RUN_MS)
     page.evaluate("app.api.interrupt(null)")
     expect(page.locator(".quantwm-stopped")).to_be_visible(timeout=RUN_MS)
+
+
+def test_comfyuis_own_cache_is_shown_at_the_end(page):
+    start_run(page, seed=12, method="off")
+    panel = page.locator(".quantwm-panel")
+    expect(panel.locator(".quantwm-finished")).to_have_text("finished", timeout=RUN_MS)
+    expect(panel).to_contain_text("not packed")
+    expect(panel.locator("svg")).to_have_count(0)
+
+
+def test_the_chart_is_there_after_another_tab(page):
+    start_run(page, seed=13)
+    expect(page.locator(".quantwm-finished")).to_be_visible(timeout=RUN_MS)
+    words = page.locator(".quantwm-panel").inner_text()
+    page.evaluate("app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    expect(page.locator(".quantwm-panel")).to_have_count(0)
+    page.get_by_text("Unsaved Workflow (2)").first.click()
+    expect(page.locator(".quantwm-panel")).to_have_text(words, use_inner_text=True)
 
 
 def test_panel_is_not_saved(page):

@@ -26,13 +26,12 @@ def with_seed(prompt: dict, seed: int) -> dict:
 
 def run(server: ComfyServer, prompt: dict, watch: bool) -> tuple[list[dict], list[str], dict]:
     """States and texts that the page of a run gets, and the history entry."""
+    body = {"client_id": server.client_id, "on": watch}
+    requests.post(server.url + "/quantwm/watch", json=body, timeout=60).raise_for_status()
     states, texts = [], []
 
     def on_progress(event: dict) -> None:
-        if event["type"] == "execution_start" and watch:
-            body = {"prompt_id": event["data"]["prompt_id"]}
-            requests.post(server.url + "/quantwm/watch", json=body, timeout=60).raise_for_status()
-        elif event["type"] == EVENT:
+        if event["type"] == EVENT:
             states.append(event["data"])
         elif event["type"] == "progress_text":
             texts.append(event["data"]["node"])
@@ -81,6 +80,16 @@ def test_a_run_without_the_node_sends_nothing(server, prompt):
     without = {name: node for name, node in with_seed(prompt, 104).items() if name != stats}
     states, _, _ = run(server, without, watch=True)
     assert states == []
+
+
+def test_comfyuis_own_cache_has_a_last_state_too(server, prompt):
+    cache, stats = node_of(prompt, "QuantWMKVCache"), node_of(prompt, "QuantWMCacheStats")
+    off = with_seed(prompt, 105)
+    off[cache] = {**off[cache], "inputs": {**off[cache]["inputs"], "method": "off"}}
+    states, _, entry = run(server, off, watch=True)
+    (final,) = entry["outputs"][stats]["quantwm_memory"]
+    assert states == [] and not final["running"] and final["growth"]["block"] == []
+    assert final["bytes_packed"] == 0 and final["bytes_unpacked"] >= final["bytes_bf16"] > 0
 
 
 def expected(server: ComfyServer, **body: object) -> requests.Response:

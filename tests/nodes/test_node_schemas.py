@@ -42,6 +42,19 @@ INPUTS = {
     "QuantWMPromptChange": ["conditioning", "from_block", "earlier"],
 }
 INPUTS |= {
+    "QuantWMLongCatConditioning": [
+        "positive",
+        "negative",
+        "vae",
+        "width",
+        "height",
+        "length",
+        "given_frames",
+        "start_image",
+        "video",
+    ],
+    "QuantWMLongCatLoRA": ["model", "lora_name", "strength"],
+    "QuantWMLongCatScheduler": ["model", "schedule", "steps"],
     "QuantWMBudget": ["settings", "budget_gb"],
     "QuantWMCameraPath": ["motion", "length", "distance", "angle", "fov", "actions", "keyframes", "folder"],
     "QuantWMLingBotConditioning": [
@@ -72,6 +85,9 @@ OUTPUTS = {
     "QuantWMMemory": ["QUANTWM_MEMORY"],
 }
 OUTPUTS |= {
+    "QuantWMLongCatConditioning": ["CONDITIONING", "CONDITIONING", "LATENT", "INT"],
+    "QuantWMLongCatLoRA": ["MODEL"],
+    "QuantWMLongCatScheduler": ["SIGMAS"],
     "QuantWMBudget": ["QUANTWM_SETTINGS"],
     "QuantWMCameraPath": ["QUANTWM_CAMERA", "IMAGE"],
     "QuantWMLingBotConditioning": ["CONDITIONING", "LATENT", "SIGMAS", "INT", "CONDITIONING"],
@@ -91,6 +107,9 @@ NAMES = {
     "QuantWMMemory": "World Memory",
 }
 NAMES |= {
+    "QuantWMLongCatConditioning": "LongCat Conditioning",
+    "QuantWMLongCatLoRA": "LongCat LoRA",
+    "QuantWMLongCatScheduler": "LongCat Scheduler",
     "QuantWMBudget": "Cache Budget",
     "QuantWMCameraPath": "Camera Path",
     "QuantWMLingBotConditioning": "LingBot Conditioning",

@@ -159,12 +159,12 @@ def test_image_conditioned_wan(loading, tmp_path):
         loading.load_world_model(str(path))
 
 
-def lingbot_weights(dim: int = 256) -> dict[str, torch.Tensor]:
+def lingbot_weights(dim: int = 256, **kind) -> dict[str, torch.Tensor]:
     """State dictionary of a two-layer LingBot-World with random bf16 weights."""
     import comfy.ops
 
     network = importlib.import_module("quantwm_pack.world_models.lingbot.network")
-    sizes = {"dim": dim, "ffn_dim": 64, "num_heads": 2, "num_layers": 2, "text_dim": TEXT_DIM, "in_dim": 36}
+    sizes = {"dim": dim, "ffn_dim": 64, "num_heads": 2, "num_layers": 2, "text_dim": TEXT_DIM, "in_dim": 36} | kind
     operations = comfy.ops.disable_weight_init
     made = network.LingBotModel(**sizes, dtype=torch.bfloat16, device="meta", operations=operations)
     generator = torch.Generator().manual_seed(0)
@@ -242,10 +242,20 @@ def test_lingbot_without_any_camera_layer(loading, tmp_path):
 
 
 def test_lingbot_that_takes_key_presses(loading, tmp_path):
-    weights = lingbot_weights() | {"patch_embedding_wancamctrl.weight": torch.zeros(256, 1792)}
+    weights = lingbot_weights(camera_channels=7)
     path = tmp_path / "act.safetensors"
     save_file(weights, path)
-    with pytest.raises(ValueError, match="takes 1792 camera numbers a token; camera rays are 1536.*act variants"):
+    model = loading.load_world_model(str(path))
+    assert_lingbot(model, weights)
+    assert model.model.diffusion_model.takes_keys
+
+
+@pytest.mark.parametrize("width", [1535, 1280, 3072])
+def test_lingbot_that_takes_something_else(loading, tmp_path, width):
+    weights = lingbot_weights() | {"patch_embedding_wancamctrl.weight": torch.zeros(256, width)}
+    path = tmp_path / "other.safetensors"
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=f"takes {width} camera numbers a token; known are 1536 or 1792"):
         loading.load_world_model(str(path))
 
 

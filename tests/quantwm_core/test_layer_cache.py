@@ -297,3 +297,39 @@ def test_a_model_that_computes_nonsense_does_not_end_the_run(method):
         layer.commit()
     keys, values = layer.read()
     assert keys.shape == values.shape == (1, 320, 2, 32) and layer.usage()["codes"] > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"jensen": "second-order"}, {"keep_first_blocks": 1}], ids=str)
+def test_prompts_that_ask_one_history(settings, monkeypatch):
+    """Each gets what it would get alone, in one reading of what is stored."""
+    layer = layer_cache(**settings)
+    layer.append(normal(1, 36, 2, 64), normal(1, 36, 2, 64, seed=1), normal(1, 9, 2, 64, seed=2))
+    layer.commit()
+    prompts = [tuple(normal(1, 12, 2, 64, seed=10 * prompt + part) for part in range(3)) for prompt in range(3)]
+
+    def attention(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    alone = torch.cat([layer.attend(*prompt, attention) for prompt in prompts])
+    gather, readings = layer._gather, []
+    monkeypatch.setattr(layer, "_gather", lambda pieces: readings.append(pieces) or gather(pieces))
+    assert torch.equal(layer.attend_each(prompts, attention), alone)
+    assert len(readings) == 1
+
+
+def test_prompts_without_a_history():
+    prompts = [tuple(normal(1, 12, 2, 64, seed=10 * prompt + part) for part in range(3)) for prompt in range(2)]
+    out = layer_cache().attend_each(prompts, lambda q, k, v: k.flatten(2))
+    assert torch.equal(out, torch.cat([k.flatten(2) for _, k, _ in prompts]))
+
+
+@pytest.mark.parametrize("method", ["quantwm-paper", "quantwm"])
+def test_queries_of_a_prefilled_block_were_asked_before_it(method):
+    """The published method takes them for those of earlier spans, and corrects its first span; nothing is kept."""
+    cache = WorldCache(CacheSettings(method), CacheGeometry(1, 2, 64), prefilled=True)
+    layer = cache.layers[0]
+    layer.append(normal(1, 36, 2, 64), normal(1, 36, 2, 64, seed=1), normal(1, 9, 2, 64, seed=2))
+    cache.commit(0)
+    assert layer.usage()["psac_c"] > 0
+    assert layer.state.earlier.moment is None

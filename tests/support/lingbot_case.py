@@ -117,6 +117,12 @@ def poses(count: int) -> np.ndarray:
     return made.astype(np.float32)
 
 
+def keys(count: int) -> np.ndarray:
+    """Which of w, a, s, d are pressed, int32 `[count, 4]` as in the public examples."""
+    pressed = torch.randint(0, 2, (count, 4), generator=torch.Generator().manual_seed(4))
+    return pressed.numpy().astype(np.int32)
+
+
 def intrinsics(count: int) -> np.ndarray:
     """Focal lengths and axis in pixels of 832 x 480, float32 `[count, 4]`; only the first row may matter."""
     rows = np.tile(np.array([415.5, 417.25, 410.0, 236.5], dtype=np.float32), (count, 1))

@@ -16,21 +16,22 @@ def _lingbot():
     return importlib.import_module("quantwm_pack.world_models.lingbot")
 
 
-def load_model(dtype: torch.dtype | None = None):
-    """MODEL through the pack's loader, from the random weights of the case."""
+def load_model(dtype: torch.dtype | None = None, act: bool = False):
+    """MODEL through the pack's loader, from the random weights of the case; `act` for the variant that takes keys."""
     import comfy.ops
 
     network = importlib.import_module("quantwm_pack.world_models.lingbot.network")
     operations = comfy.ops.disable_weight_init
-    made = network.LingBotModel(**case.MODEL, dtype=torch.float32, device="meta", operations=operations)
+    kind = {"camera_channels": 7} if act else {}
+    made = network.LingBotModel(**case.MODEL, **kind, dtype=torch.float32, device="meta", operations=operations)
     weights = case.weights({name: value.shape for name, value in made.state_dict().items()})
     sizes = {"causal_ar": True, "num_heads": case.HEADS, "text_dim": case.TEXT_WIDTH, "freq_dim": 256}
     return _lingbot().build(weights, {"config": json.dumps({"transformer": sizes})}, {"dtype": dtype} if dtype else {})
 
 
-def camera_path(version: case.Version):
-    poses = case.poses(version.poses).astype(np.float64)
-    return _lingbot().CameraPath(poses, tuple(map(float, case.intrinsics(version.poses)[0])))
+def camera_path(version: case.Version, act: bool = False):
+    poses, keys = case.poses(version.poses).astype(np.float64), case.keys(version.poses) if act else None
+    return _lingbot().CameraPath(poses, tuple(map(float, case.intrinsics(version.poses)[0])), keys)
 
 
 def run(

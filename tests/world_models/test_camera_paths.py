@@ -59,6 +59,40 @@ def test_keys_walk_as_in_the_public_code(paths):
     np.testing.assert_allclose(paths.from_actions(case.ACTIONS, len(walk)), walk, atol=1e-6)
 
 
+def test_pressed_keys_of_an_action_text(paths):
+    """A row a frame, w a s d; what turns the camera is no key of these, and nothing is pressed behind the end."""
+    pressed = paths.pressed_keys("w-2, AD-1, il-1, none-1, sw[3/0]-2", 9)
+    rows = [[1, 0, 0, 0]] * 2 + [[0, 1, 0, 1]] + [[0, 0, 0, 0]] * 2 + [[1, 0, 1, 0]] * 2 + [[0, 0, 0, 0]] * 2
+    assert pressed.tolist() == rows and paths.pressed_keys("w-20", 3).tolist() == [[1, 0, 0, 0]] * 3
+
+
+def test_keys_go_with_the_poses_of_a_file(paths, lingbot, tmp_path):
+    """Every fourth row; where latent frames are cut to whole blocks, the row nearest to the stretched pose."""
+    np.save(save(tmp_path, case.poses(41)) / "action.npy", case.keys(41))
+    path = paths.from_files(tmp_path, 33, 90.0)
+    whole, cut = (lingbot.latent_camera(path, 33, latents).keys for latents in (9, 8))
+    assert whole.tolist() == case.keys(41)[:33:4].tolist()
+    assert cut.tolist() == case.keys(41)[[0, 5, 9, 14, 18, 23, 27, 32]].tolist()
+    (tmp_path / "action.npy").unlink()
+    assert paths.from_files(tmp_path, 33, 90.0).keys is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (np.zeros((9, 3)), r"a row of four .* for each of 9 frames; got shape \[9, 3\]"),
+        (np.zeros((5, 4)), r"for each of 9 frames; got shape \[5, 4\]"),
+        (np.full((9, 4), 0.5), "keys must be 0 or 1"),
+        (np.full((9, 4), np.nan), "keys must be 0 or 1"),
+    ],
+    ids=["three keys", "too few", "half pressed", "not a number"],
+)
+def test_wrong_keys(paths, tmp_path, keys, message):
+    np.save(save(tmp_path, EYES) / "action.npy", keys)
+    with pytest.raises(ValueError, match=message):
+        paths.from_files(tmp_path, 9, 90.0)
+
+
 def test_keys_wait_at_the_end_and_are_cut(paths):
     longer, shorter = paths.from_actions("w-2, L-1", 6), paths.from_actions("w-2, L-1", 3)
     np.testing.assert_array_equal(longer[:3], shorter)
@@ -148,7 +182,13 @@ def changed(frame, row, column, value):
         (changed(6, 0, 0, 1.5), None, "that of frame 6 is off by 1.25"),
         (changed(2, 1, 1, -1), None, "that of frame 2 is off by 2 .*mirroring"),
         (np.array([{"a": 1}]), None, "poses.npy is no plain NumPy array"),
-        (np.array(["a"]), None, "poses.npy must be an array of numbers"),
+        (np.array(["a"]), None, "poses.npy must be an array of real numbers"),
+        (EYES.astype(complex), None, "poses.npy must be an array of real numbers"),
+        (EYES.astype(bool), None, "poses.npy must be an array of real numbers"),
+        (EYES[:0], None, r"got \[0, 4, 4\]"),
+        (EYES, np.zeros((0, 4)), r"shape \[frames, 4\]; got \[0, 4\]"),
+        (EYES, np.tile(np.eye(3), (9, 1, 1)), r"shape \[frames, 4\]; got \[9, 3, 3\]"),
+        (EYES, np.array([[960.0, 960, 960, 540]]), "axis must meet the picture; got cx, cy = 960, 540.*832 x 480"),
         (EYES, np.ones((9, 3)), r"intrinsics.npy .* shape \[frames, 4\]; got \[9, 3\]"),
         (EYES, np.zeros((9, 4)), r"positive focal lengths; got \[0.0, 0.0, 0.0, 0.0\]"),
     ],
@@ -156,6 +196,24 @@ def changed(frame, row, column, value):
 def test_wrong_files(paths, tmp_path, poses, intrinsics, message):
     with pytest.raises(ValueError, match=message):
         paths.from_files(save(tmp_path, poses, intrinsics), 9, 90.0)
+
+
+@pytest.mark.parametrize("content", [b"no array", b"", b"\x93NUMPY"])
+def test_files_that_are_no_arrays(paths, tmp_path, content):
+    """The remedy is not NumPy's, which is to run what a pickle holds."""
+    (tmp_path / "poses.npy").write_bytes(content)
+    with pytest.raises(ValueError, match="poses.npy is no plain NumPy array, or not all of it") as caught:
+        paths.from_files(tmp_path, 9, 90.0)
+    assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("far", [1e7, 1e30])
+def test_small_steps_far_from_the_origin_are_not_lost(lingbot, paths, far):
+    """Coordinates of a map: steps of a few centimetres at 10,000 km, and more than float32 can hold."""
+    poses = np.tile(np.eye(4), (9, 1, 1))
+    poses[:, 2, 3] = far + np.linspace(0, 1, 9) ** 2 * max(1.0, far * 1e-12)
+    relative = lingbot.latent_camera(lingbot.CameraPath(poses, (416.0, 416.0, 416.0, 240.0)), 9, 3).poses
+    assert relative[:, 2, 3].tolist() == pytest.approx([0, 1 / 3, 1], abs=1e-2)
 
 
 def test_a_camera_that_stands_still_divides_by_nothing(lingbot, paths):

@@ -78,10 +78,11 @@ def test_published_timesteps_and_levels(model, lingbot):
 def test_camera_poses_and_rays(lingbot, reference, name):
     version = case.VERSIONS[name]
     camera = lingbot.latent_camera(camera_path(version), version.poses, version.frames)
-    torch.testing.assert_close(camera.poses, reference[f"{name}.poses"], rtol=0, atol=2e-6)
+    # The public code takes differences of coordinates in float32, ours in float64.
+    torch.testing.assert_close(camera.poses, reference[f"{name}.poses"], rtol=0, atol=3e-6)
     rays = camera.rays(torch.arange(1, 3), case.HEIGHT * 8, case.WIDTH * 8)
     rays = torch.nn.functional.pixel_unshuffle(rays, 8).movedim(0, 1)
-    torch.testing.assert_close(rays, reference[f"{name}.rays"], rtol=0, atol=2e-6)
+    torch.testing.assert_close(rays, reference[f"{name}.rays"], rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("name", case.VERSIONS)
@@ -172,6 +173,37 @@ def test_tolerance_would_show_a_mistake_in_guidance(model, lingbot, reference, w
     changes = {lingbot.SOLVER_KEY: "unipc"} | changes
     out = run(model, case.PRETRAIN, sampler=world_sampler(case.PRETRAIN, **settings), **changes)
     assert difference(out, reference["pretrain.latents"]) > 100 * TOLERANCE
+
+
+def test_the_act_variant_as_the_public_code(host, lingbot, reference):
+    """Directions of rays and keys in place of rays: what the embedding sees, what it makes of it, flows and latents."""
+    version, seen, flows = case.VERSIONS["v1"], {}, []
+    camera = lingbot.latent_camera(camera_path(version, act=True), version.poses, version.frames)
+    rays = camera.act_rays(torch.arange(1, 3), case.HEIGHT * 8, case.WIDTH * 8)
+    rays = torch.nn.functional.pixel_unshuffle(rays, 8).movedim(0, 1)
+    torch.testing.assert_close(rays, reference["act.rays"], rtol=0, atol=3e-6)
+    model = load_model(act=True)
+    network = model.model.diffusion_model
+
+    def keep_camera(module, args, kwargs):
+        seen.setdefault("camera_tokens", kwargs["camera"].clone())
+
+    hooks = [
+        network.blocks[0].register_forward_pre_hook(keep_camera, with_kwargs=True),
+        network.register_forward_hook(lambda module, inputs, output: flows.append(output[0].clone())),
+    ]
+    try:
+        latents = run(model, version, **{lingbot.CAMERA_KEY: camera})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    off = [difference(seen["camera_tokens"], reference["act.camera_tokens"])]
+    off.append(difference(torch.stack(flows[:: len(version.indices) + 1]), reference["act.flows"]))
+    off.append(difference(latents, reference["act.latents"]))
+    print("act: camera tokens, flows, latents", off)
+    assert max(off) < TOLERANCE
+    with pytest.raises(ValueError, match="Set motion in Camera Path to actions, or put action.npy"):
+        run(model, version)
 
 
 def no_rolling(patch, lingbot, model):

@@ -1,5 +1,5 @@
 // The panel on Cache Memory Stats: the cache growing while a video is sampled, and the finished picture afterwards.
-// The server sends states only for runs that a page asked about, so that nothing is sent where the panel is off.
+// The server sends states only to pages that have said that they show them: nothing is sent where the panel is off.
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
@@ -55,7 +55,18 @@ function removePanel(node) {
   delete node.onDrawBackground;
 }
 
+let announced = null;
+
+/** Tell the server whether this page shows the panel, once for each connection and after each change. */
+function announce() {
+  const body = JSON.stringify({ client_id: api.clientId, on: panelIsOn() });
+  if (!api.clientId || body === announced) return;
+  announced = body;
+  api.fetchApi("/quantwm/watch", { method: "POST", body });
+}
+
 whenPanelChanges((on) => {
+  announce();
   // Settings are read before there is a graph.
   if (!app.canvas?.graph) return;
   for (const node of everyPanelNode()) {
@@ -72,13 +83,25 @@ app.registerExtension({
     api.addEventListener(EVENT, ({ detail }) => {
       for (const id of detail.nodes) panels.get(nodeOf(id))?.view.show(detail);
     });
-    api.addEventListener("execution_start", ({ detail }) => {
-      if (!panelIsOn()) return;
-      const body = JSON.stringify({ prompt_id: detail.prompt_id });
-      api.fetchApi("/quantwm/watch", { method: "POST", body });
+    api.addEventListener("status", announce);
+    // A server that was started again knows nobody.
+    api.addEventListener("reconnected", () => {
+      announced = null;
+      announce();
     });
+    announce();
     for (const end of ["execution_interrupted", "execution_error"]) {
       api.addEventListener(end, () => everyPanelNode().forEach((node) => panels.get(node)?.view.stop()));
+    }
+  },
+
+  // A workflow that comes back into its tab has its outputs, but new nodes.
+  onNodeOutputsUpdated(outputs) {
+    if (!app.canvas?.graph) return;
+    for (const node of everyPanelNode()) {
+      const id = node.graph === node.graph.rootGraph ? String(node.id) : `${node.graph.id}:${node.id}`;
+      const state = outputs[id]?.[OUTPUT]?.[0];
+      if (state) panels.get(node)?.view.show(state);
     }
   },
 

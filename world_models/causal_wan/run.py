@@ -12,10 +12,11 @@ from comfy.ldm.flux.math import apply_rope
 from comfy.ldm.modules.attention import optimized_attention
 
 from ...quantwm_core import CacheGeometry, CacheHandle, CacheSettings, LayerCache, WorldCache
-from ...quantwm_core.accounting import build_record, native_record
+from ...quantwm_core.accounting import build_record, joined_entries, native_record
 from ...quantwm_core.memory import MemorySettings, kept_tokens, take_tokens
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
+from ..output_metric import OutputMetric
 from .extent import Extent
 from .streams import CacheStreams
 
@@ -102,7 +103,7 @@ class CausalWanRun:
         settings = self.settings
         if settings.budget_gb:
             settings = replace(settings, budget_gb=settings.budget_gb / self.conditionings)
-        metrics = [_OutputMetric(self, layer) for layer in range(len(self.blocks))]
+        metrics = [OutputMetric(self, layer) for layer in range(len(self.blocks))]
         rest = self._committed.append, self.extent.tokens, self.extent.reach
         cache = WorldCache(settings, self.geometry(batch), self.device, metrics, self._method, *rest)
         for layer in cache.layers:
@@ -171,8 +172,7 @@ class CausalWanRun:
         """Report a block: every conditioning's cache has noted it in `_committed`."""
         if not self._committed:
             return
-        sizes = [{name: count for name, count in each.items() if name.startswith("bytes_")} for each in self._committed]
-        entry = self._committed[-1] | {name: sum(each[name] for each in sizes) for name in sizes[0]}
+        entry = joined_entries(self._committed)
         self._committed.clear()
         self.handle.history.append(entry)
         if self._on_block is not None:
@@ -294,22 +294,3 @@ class PackedLayer:
             parts.append((keys, values) if tokens is None else (take_tokens(keys, tokens), take_tokens(values, tokens)))
         lengths = [keys.shape[1] for keys, _ in parts]
         return torch.cat([keys for keys, _ in parts], 1), torch.cat([values for _, values in parts], 1), lengths
-
-
-class _OutputMetric:
-    """Gram matrix `[H, D, D]` of each head's part of the output projection: how an error in a value reaches the output.
-
-    Taken by running the projection on unit vectors, so that the host's casting, offloading and LoRAs all apply.
-    """
-
-    def __init__(self, run: CausalWanRun, layer: int) -> None:
-        self._run = run
-        self._layer = layer
-
-    def __call__(self) -> torch.Tensor:
-        module = self._run.blocks[self._layer].self_attn
-        width = module.num_heads * module.head_dim
-        unit = torch.eye(width, device=self._run.device, dtype=self._run.dtype).unsqueeze(0)
-        rows = (module.o(unit) - module.o(torch.zeros_like(unit[:, :1])))[0].float()
-        by_head = rows.view(module.num_heads, module.head_dim, -1)
-        return by_head @ by_head.transpose(1, 2)

@@ -106,9 +106,19 @@ class CacheStreams(list):
             if stream not in self.asked:
                 executor(model, [stream.group], x, timestep, self._begin(stream, state, model_options, clean))
                 self.asked.append(stream)
+        self._check_lengths()
         if clean and self._stored is not None:
             self._stored()
         return answers
+
+    def _check_lengths(self) -> None:
+        """Raise ValueError unless all that were asked remember equally much: a sampler counts for all of them."""
+        ends = [stream.caches[0]["end"] for stream in self.asked]
+        if len(set(ends)) > 1:
+            raise ValueError(
+                f"both prompts have to look back equally far; they hold {' and '.join(map(str, ends))} tokens. Take "
+                "them from one LingBot Conditioning, or give both the same window and sink."
+            )
 
     def _stream_of(self, group: list[dict], state: dict) -> Stream:
         """Where a conditioning remembers; a new one begins to."""

@@ -20,19 +20,28 @@ REFERENCE_WIDTH, REFERENCE_HEIGHT = 832, 480
 LATENT_PIXELS = 8
 FRAMES_PER_LATENT = 4
 RAY_CHANNELS = 6
+# Of the act variants: directions of rays, and whether each of these keys is pressed.
+ACT_CHANNELS = 7
+WALKING_KEYS = "wasd"
 ROTATION_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
 class CameraPath:
-    """Poses float64 `[F, 4, 4]`, one a video frame, and intrinsics (fx, fy, cx, cy) at 832 x 480."""
+    """Poses float64 `[F, 4, 4]`, one a video frame, and intrinsics (fx, fy, cx, cy) at 832 x 480.
+
+    keys: `[F, 4]`, 1 where w, a, s, d are pressed, for the act variants; None where nobody walks by keys.
+    """
 
     poses: np.ndarray
     intrinsics: tuple[float, float, float, float]
+    keys: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         check_poses(self.poses)
         check_intrinsics(self.intrinsics)
+        if self.keys is not None:
+            check_keys(self.keys, len(self.poses))
 
     def __len__(self) -> int:
         return len(self.poses)
@@ -45,21 +54,40 @@ class CameraPath:
 
 @dataclass(frozen=True, eq=False)
 class LatentCamera:
-    """What a run carries: relative poses float32 `[T, 4, 4]`, one a latent frame, and intrinsics at 832 x 480."""
+    """What a run carries: relative poses float32 `[T, 4, 4]`, one a latent frame, intrinsics at 832 x 480, and keys."""
 
     poses: torch.Tensor
     intrinsics: tuple[float, float, float, float]
+    keys: torch.Tensor | None = None
 
     def rays(self, frames: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Rays `[n, 6, height, width]` of some latent frames, by index `[n]`, for a video of that many pixels.
 
         Channels are the origin (the same for all pixels of a frame) and the unit direction of each pixel's ray.
         """
+        turned = self._directions(frames, height, width)
+        origins = self.poses.to(frames.device)[frames][:, :3, 3, None, None].expand_as(turned)
+        return torch.cat((origins, turned), dim=1)
+
+    def act_rays(self, frames: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """As `rays`, for the act variants: `[n, 7, height, width]`, the direction of each ray, and the keys pressed.
+
+        Poses only turn the camera there; the keys move it.
+        """
+        if self.keys is None:
+            raise ValueError(
+                "this checkpoint is an act variant, which is told the keys w a s d beside the camera; this path has "
+                "none. Set motion in Camera Path to actions, or put action.npy [frames, 4] beside poses.npy."
+            )
+        turned = self._directions(frames, height, width)
+        pressed = self.keys.to(turned)[frames.to(self.keys.device)]
+        return torch.cat((turned, pressed[:, :, None, None].expand(-1, -1, height, width)), dim=1)
+
+    def _directions(self, frames: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Unit directions of the pixels' rays `[n, 3, height, width]`."""
         poses = self.poses.to(frames.device)[frames]
         directions = _pixel_directions(self.intrinsics, height, width, frames.device)
-        turned = torch.einsum("nij,hwj->nihw", poses[:, :3, :3], directions)
-        origins = poses[:, :3, 3, None, None].expand_as(turned)
-        return torch.cat((origins, turned), dim=1)
+        return torch.einsum("nij,hwj->nihw", poses[:, :3, :3], directions)
 
     def chained(self) -> torch.Tensor:
         """Where each latent frame stands and looks, from the first one: float64 `[T, 4, 4]`."""
@@ -74,8 +102,13 @@ def latent_camera(path: CameraPath, frames: int, latents: int) -> LatentCamera:
 
     When the latent frames were cut to whole blocks, `frames` is still the count before: the path is stretched, not cut.
     """
-    poses = resample(path.poses[:frames], latents)
-    return LatentCamera(relative_poses(torch.from_numpy(poses).float()), path.intrinsics)
+    poses, keys = resample(path.poses[:frames], latents), None
+    if path.keys is not None:
+        # Every fourth row; where the path is stretched, the nearest one.
+        nearest = np.linspace(0, frames - 1, latents).round().astype(int)
+        keys = torch.from_numpy(path.keys[nearest]).float()
+    # Steps are small beside coordinates: they are told apart in float64.
+    return LatentCamera(relative_poses(torch.from_numpy(poses)).float(), path.intrinsics, keys)
 
 
 def resample(poses: np.ndarray, count: int) -> np.ndarray:
@@ -154,6 +187,22 @@ def check_intrinsics(values: tuple[float, ...]) -> None:
             f"intrinsics must be four numbers fx, fy, cx, cy with positive focal lengths; got {list(values)}. "
             "Give them in pixels of an 832 x 480 picture."
         )
+    if not (0 <= values[2] <= REFERENCE_WIDTH and 0 <= values[3] <= REFERENCE_HEIGHT):
+        raise ValueError(
+            f"the camera's axis must meet the picture; got cx, cy = {values[2]:g}, {values[3]:g}. Intrinsics are in "
+            "pixels of an 832 x 480 picture, whatever the size of the video: scale those of another size."
+        )
+
+
+def check_keys(keys: np.ndarray, frames: int) -> None:
+    """Raise ValueError unless these say for every frame which of w, a, s, d are pressed."""
+    if keys.shape != (frames, len(WALKING_KEYS)):
+        raise ValueError(
+            f"keys must be a row of four (w, a, s, d) for each of {frames} frames; got shape {list(keys.shape)}. Save "
+            "action.npy with shape [frames, 4]."
+        )
+    if not np.isin(keys, (0, 1)).all():
+        raise ValueError("keys must be 0 or 1, for released or pressed. Save action.npy with these numbers only.")
 
 
 def _pixel_directions(intrinsics, height: int, width: int, device: torch.device) -> torch.Tensor:

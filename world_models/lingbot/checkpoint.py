@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .camera import LATENT_PIXELS, RAY_CHANNELS
+from .camera import ACT_CHANNELS, LATENT_PIXELS, RAY_CHANNELS
 from .network import CAMERA_BLOCK_LAYERS, CAMERA_LAYERS
 
 PATCH = 4
@@ -32,12 +32,11 @@ def check_weights(weights: dict[str, torch.Tensor], path: str) -> None:
             f"missing: {', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}. Get the checkpoint again with "
             "all its parts; a Wan 2.2 image-to-video model belongs into Load Diffusion Model."
         )
-    width = weights["patch_embedding_wancamctrl.weight"].shape[1]
-    rays = RAY_CHANNELS * LATENT_PIXELS**2 * PATCH
-    if width != rays:
+    if camera_channels(weights) not in (RAY_CHANNELS, ACT_CHANNELS):
+        known = " or ".join(str(channels * LATENT_PIXELS**2 * PATCH) for channels in (RAY_CHANNELS, ACT_CHANNELS))
         raise ValueError(
-            f"{path} takes {width} camera numbers a token; camera rays are {rays}. Checkpoints that take key presses "
-            "as well (the act variants, 1792) are not supported: use one of the cam or causal-fast variants."
+            f"{path} takes {weights['patch_embedding_wancamctrl.weight'].shape[1]} camera numbers a token; known are "
+            f"{known} (camera rays, or ray directions and keys). Use a published cam, act or causal variant."
         )
     channels = weights["patch_embedding.weight"].shape[1]
     if channels != PICTURE_CHANNELS:
@@ -45,3 +44,9 @@ def check_weights(weights: dict[str, torch.Tensor], path: str) -> None:
             f"{path} takes {channels} latent channels; LingBot-World's image-to-world models take {PICTURE_CHANNELS} "
             "(noise, mask and picture). Use an image-to-world checkpoint."
         )
+
+
+def camera_channels(weights: dict[str, torch.Tensor]) -> float:
+    """Numbers a pixel that the camera embedding takes; no whole number where it takes something else."""
+    channels = weights["patch_embedding_wancamctrl.weight"].shape[1] / (LATENT_PIXELS**2 * PATCH)
+    return int(channels) if channels.is_integer() else channels

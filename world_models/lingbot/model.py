@@ -7,14 +7,14 @@ from typing import Any
 import comfy.conds
 import comfy.model_base
 import comfy.model_detection
-import comfy.model_management
-import comfy.model_patcher
 import comfy.supported_models
 import comfy.utils
 import torch
 from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
 
+from ..assembling import assembled
 from .camera import LatentCamera
+from .checkpoint import camera_channels
 from .network import LingBotModel
 from .schedule import LEVELS, SHIFT, denoise_levels
 from .window import AttentionWindow
@@ -105,33 +105,12 @@ class LingBotConfig(comfy.supported_models.WAN21_CausalAR_T2V):
 def build(weights: dict[str, torch.Tensor], metadata: dict[str, str], options: dict, disable_dynamic: bool = False):
     """MODEL of LingBot-World weights in the host's names, placed and cast as the host would do it.
 
-    The host's own loader chooses among its own model classes only, so its steps are taken here.
-
     Args:
         metadata: with a `config` for sizes that the weights do not show.
         options: `dtype` of the weights, `fp8_optimizations`.
     """
     weights, metadata = comfy.utils.convert_old_quants(weights, "", metadata=metadata)
     detected = comfy.model_detection.model_config_from_unet(weights, "", metadata=metadata)
-    config = LingBotConfig(detected.unet_config)
+    config = LingBotConfig(detected.unet_config | {"camera_channels": camera_channels(weights)})
     config.quant_config = detected.quant_config
-    management = comfy.model_management
-    load_device, offload_device = management.get_torch_device(), management.unet_offload_device()
-    supported = config.supported_inference_dtypes
-    dtype, stored = options.get("dtype"), None
-    if config.quant_config is None:
-        stored = comfy.utils.weight_dtype(weights)
-    if dtype is None:
-        count = comfy.utils.calculate_parameters(weights)
-        dtype = management.unet_dtype(model_params=count, supported_dtypes=list(supported), weight_dtype=stored)
-    cast = management.unet_manual_cast(dtype if config.quant_config is None else None, load_device, supported)
-    config.set_inference_dtype(dtype, cast, device=load_device)
-    if options.get("fp8_optimizations"):
-        config.optimizations["fp8"] = True
-    model = config.get_model(weights, "")
-    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
-    patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
-    if not management.is_device_cpu(offload_device):
-        model.to(offload_device)
-    model.load_model_weights(weights, "", assign=patcher.is_dynamic())
-    return patcher
+    return assembled(config, weights, options, disable_dynamic)

@@ -16,7 +16,7 @@ from comfy.ldm.wan.ar_model import CausalWanAttentionBlock, CausalWanModel, Caus
 from comfy.ldm.wan.model import WanModel, repeat_e, sinusoidal_embedding_1d
 from torch.nn.functional import pad, silu
 
-from .camera import LATENT_PIXELS, RAY_CHANNELS, LatentCamera, unshuffled
+from .camera import ACT_CHANNELS, LATENT_PIXELS, RAY_CHANNELS, LatentCamera, unshuffled
 from .window import AttentionWindow, WindowCache
 
 CAMERA_LAYERS = ("patch_embedding_wancamctrl", "c2ws_hidden_states_layer1", "c2ws_hidden_states_layer2")
@@ -83,9 +83,14 @@ class LingBotBlock(CausalWanAttentionBlock):
 
 
 class LingBotModel(CausalWanModel):
-    """Denoises block by block, like the host's causal model, and needs the picture and camera of each block."""
+    """Denoises block by block, like the host's causal model, and needs the picture and camera of each block.
 
-    def __init__(self, image_model=None, device=None, dtype=None, operations=None, **config):
+    camera_channels: numbers a pixel that the camera embedding takes: rays, or directions and keys (the act variants).
+    """
+
+    def __init__(
+        self, image_model=None, device=None, dtype=None, operations=None, camera_channels=RAY_CHANNELS, **config
+    ):
         # The class between would fix the kind of block.
         WanModel.__init__(
             self,
@@ -98,7 +103,10 @@ class LingBotModel(CausalWanModel):
         )
         settings = {"operations": operations, "device": device, "dtype": dtype}
         pixels = LATENT_PIXELS**2 * self.patch_size[0] * self.patch_size[1] * self.patch_size[2]
-        self.patch_embedding_wancamctrl = operations.Linear(RAY_CHANNELS * pixels, self.dim, device=device, dtype=dtype)
+        self.takes_keys = camera_channels == ACT_CHANNELS
+        self.patch_embedding_wancamctrl = operations.Linear(
+            camera_channels * pixels, self.dim, device=device, dtype=dtype
+        )
         self.c2ws_hidden_states_layer1 = _square_linear(self.dim, settings)
         self.c2ws_hidden_states_layer2 = _square_linear(self.dim, settings)
 
@@ -111,7 +119,8 @@ class LingBotModel(CausalWanModel):
         self, camera: LatentCamera, frames: torch.Tensor, height: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Camera tokens `[1, S, C]` of some latent frames (indices `[n]`), for latents of `height` x `width`."""
-        rays = camera.rays(frames, height * LATENT_PIXELS, width * LATENT_PIXELS)
+        look = camera.act_rays if self.takes_keys else camera.rays
+        rays = look(frames, height * LATENT_PIXELS, width * LATENT_PIXELS)
         tokens = self.patch_embedding_wancamctrl(unshuffled(rays, self.patch_size).to(dtype)[None])
         return tokens + self.c2ws_hidden_states_layer2(silu(self.c2ws_hidden_states_layer1(tokens)))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from scipy.spatial.transform import Rotation, Slerp
 
-from .camera import CameraPath, check_poses, intrinsics_for_fov
+from .camera import WALKING_KEYS, CameraPath, check_poses, intrinsics_for_fov
 
 # What a key does in one frame, as in the public code of LingBot-World v1 (its tool from key presses to poses).
 STEP = 0.05
@@ -23,7 +23,7 @@ KEYS = "wasdijkl"
 SEGMENT = re.compile(
     r"(?P<keys>none|[a-z]*)(?:\[(?P<yaw>[-+.\d]+)/(?P<pitch>[-+.\d]+)\])?-(?P<frames>\d+)", re.IGNORECASE
 )
-POSES_FILE, INTRINSICS_FILE = "poses.npy", "intrinsics.npy"
+FILES = POSES_FILE, INTRINSICS_FILE, KEYS_FILE = "poses.npy", "intrinsics.npy", "action.npy"
 
 
 def orbit(frames: int, distance: float, angle: float) -> np.ndarray:
@@ -76,6 +76,15 @@ def from_actions(text: str, frames: int) -> np.ndarray:
     return np.stack(made + made[-1:] * (frames - len(made)))
 
 
+def pressed_keys(text: str, frames: int) -> np.ndarray:
+    """The keys w a s d of the same text, frame by frame: `[frames, 4]`, 1 where pressed, for the act variants."""
+    moves = [move for part in _parts(text) for move in _moves(part)][:frames]
+    pressed = np.zeros((frames, len(WALKING_KEYS)))
+    for frame, (keys, _, _) in enumerate(moves):
+        pressed[frame] = [key in keys for key in WALKING_KEYS]
+    return pressed
+
+
 def from_keyframes(text: str, frames: int) -> np.ndarray:
     """Poses between given ones: one line each, `frame x y z yaw pitch roll`; the last three may be left out.
 
@@ -99,7 +108,8 @@ def from_keyframes(text: str, frames: int) -> np.ndarray:
 
 
 def from_files(folder: Path, frames: int, fov: float) -> CameraPath:
-    """The path in a folder of LingBot-World's format: `poses.npy` `[F, 4, 4]`, and `intrinsics.npy` `[F, 4]` if there.
+    """The path in a folder of LingBot-World's format: `poses.npy` `[F, 4, 4]`, and if they are there `intrinsics.npy`
+    `[F, 4]` and `action.npy` `[F, 4]`, the keys w a s d.
 
     Only the first row of the intrinsics counts, as in the public code.
 
@@ -121,22 +131,24 @@ def from_files(folder: Path, frames: int, fov: float) -> CameraPath:
     intrinsics = intrinsics_for_fov(fov)
     if (folder / INTRINSICS_FILE).is_file():
         rows = np.atleast_2d(_array(folder / INTRINSICS_FILE))
-        if rows.ndim != 2 or rows.shape[1] != 4:
+        if rows.ndim != 2 or rows.shape[1] != 4 or not len(rows):
             raise ValueError(
                 f"{INTRINSICS_FILE} in {folder.name!r} must hold fx, fy, cx, cy a frame, shape [frames, 4]; "
                 f"got {list(rows.shape)}."
             )
         intrinsics = tuple(map(float, rows[0]))
-    return CameraPath(poses[:frames], intrinsics)
+    keys = _array(folder / KEYS_FILE) if (folder / KEYS_FILE).is_file() else None
+    return CameraPath(poses[:frames], intrinsics, None if keys is None else keys[:frames])
 
 
 def _array(file: Path) -> np.ndarray:
     try:
         array = np.load(file, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{file.name} is no plain NumPy array ({error}). Save it with numpy.save.") from error
-    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.number):
-        raise ValueError(f"{file.name} must be an array of numbers. Save it with numpy.save.")
+        # NumPy's own words would advise to run what a pickle holds.
+        raise ValueError(f"{file.name} is no plain NumPy array, or not all of it. Save it with numpy.save.") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
+        raise ValueError(f"{file.name} must be an array of real numbers. Save it with numpy.save.")
     return array.astype(np.float64)
 
 
