@@ -34,6 +34,12 @@ def without_labels(graph: dict) -> dict:
     return graph
 
 
+def prompt_of(page: Page) -> dict:
+    """What would be run; `_meta` holds titles for people."""
+    prompt = page.evaluate("app.graphToPrompt().then(prompt => prompt.output)")
+    return {name: (node["class_type"], node["inputs"]) for name, node in prompt.items()}
+
+
 def input_label(page: Page, name: str) -> str:
     return page.evaluate(
         """([kind, name]) => {
@@ -58,14 +64,14 @@ def test_saved_workflows_are_the_same_in_all_languages(open_page):
 
 def test_switching_without_reloading_leaves_the_graph_alone(page, screenshot):
     first = saved(page, json.loads(WORKFLOWS[-1].read_text()))
-    prompt = page.evaluate("app.graphToPrompt().then(prompt => prompt.output)")
+    prompt = prompt_of(page)
     for language in ("zh", "en"):
         page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", language)
         page.wait_for_timeout(1000)
         now = page.evaluate("app.graph.serialize()")
         now["extra"].pop("ds", None)
         assert without_labels(now) == without_labels(first), language
-        assert page.evaluate("app.graphToPrompt().then(prompt => prompt.output)") == prompt
+        assert prompt_of(page) == prompt
         screenshot(f"language-{language}")
     assert now == first
 

@@ -3,9 +3,17 @@
 import json
 
 import pytest
+import torch
 
 from quantwm_core import CacheGeometry, CacheHandle, CacheSettings, WorldCache, format_report
-from quantwm_core.accounting import against_bf16, estimate_bytes, format_bytes, native_record
+from quantwm_core.accounting import (
+    against_bf16,
+    build_record,
+    estimate_bytes,
+    format_bytes,
+    joined_entries,
+    native_record,
+)
 from quantwm_core.packing import GROUP_BYTES, layers_together, waiting_bytes
 
 
@@ -82,3 +90,18 @@ def test_second_order_correction_of_kivi_reads_three_layers():
         for jensen in ("off", "exact", "second-order")
     )
     assert (exact - plain, second - plain) == (pytest.approx(layer), pytest.approx(2 * layer))
+
+
+def test_a_block_of_several_conditionings_counts_for_all():
+    torch.manual_seed(0)
+    caches = [WorldCache(CacheSettings(), CacheGeometry(2, 2, 64)) for _ in range(2)]
+    for cache in caches:
+        for layer in range(2):
+            k, v, q = torch.randn(3, 1, 36, 2, 64).unbind(0)
+            cache.layers[layer].append(k, v, q)
+            cache.commit(layer)
+    entry, record = joined_entries([cache.history[0] for cache in caches]), build_record(caches)
+    for name in ("bytes_bf16", "bytes_packed", "bytes_by_part", "tokens", "backend"):
+        assert entry[name] == record[name], name
+    assert entry["bytes_unpacked"] == record["bytes_unpacked"] + record["bytes_state"]
+    assert joined_entries([caches[0].history[0]]) == caches[0].history[0]
