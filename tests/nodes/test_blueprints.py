@@ -22,8 +22,10 @@ def test_files_are_what_the_templates_give():
 
 def test_every_model_with_a_template_has_one():
     templates = {path.stem for path in (ROOT / "workflows").glob("*.json")}
-    # Comparisons and long rollouts are variations of a model's first template.
-    variations = {name for name in templates if name.startswith("compare-") or "long-" in name}
+    # Comparisons, long rollouts and continuations are variations of a model's first template.
+    variations = {
+        name for name in templates if name.startswith("compare-") or "long-" in name or name.endswith("-continuation")
+    }
     assert {blueprint.template for blueprint in BLUEPRINTS} == templates - variations
 
 
