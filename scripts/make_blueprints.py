@@ -110,6 +110,23 @@ BLUEPRINTS = (
         ),
         (("frames", "IMAGE", 16, 0), ("cache", "QUANTWM_CACHE", 6, 1)),
     ),
+    Blueprint(
+        "LongCat-Video",
+        "longcat-image-to-video",
+        "Video from a picture and a prompt with LongCat-Video, with the KV cache of the picture in 2 bits.",
+        frozenset({2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16}),
+        (
+            Entry("start_image", "IMAGE", ((10, "start_image"),)),
+            Entry("prompt", "STRING", ((8, "text"),), 0),
+            Entry("length", "INT", ((10, "length"),), 2),
+            Entry("noise_seed", "INT", ((11, "noise_seed"),), 0),
+            Entry("preset", "COMBO", ((5, "preset"),), 14),
+            Entry("model_name", "COMBO", ((2, "model_name"),), 0),
+            Entry("clip_name", "COMBO", ((3, "clip_name"),), 0),
+            Entry("vae_name", "COMBO", ((4, "vae_name"),), 0),
+        ),
+        (("frames", "IMAGE", 16, 0), ("cache", "QUANTWM_CACHE", 6, 1)),
+    ),
 )
 
 
