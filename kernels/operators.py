@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..quantwm_core.codec.bits import packed_width
-from ..quantwm_core.codec.feedback import feedback_matrix
+from ..quantwm_core.codec.feedback import feedback_matrix, packed_weights
 from ..quantwm_core.codec.groups import group_count
 from ..quantwm_core.codec.midrise import scale_format
 from ..quantwm_core.methods import LayerState, QuantWM
@@ -89,7 +89,7 @@ def _(k, moment, feedback, basis, cos, sin, book, grid, numbers):
     schema="(Tensor v, Tensor? feedback, Tensor? book, Tensor? grid, bool learn, int[] numbers) -> Tensor[]",
 )
 def encode_values(v, feedback, book, grid, learn, numbers):
-    """Stored tensors of values `[B, S, H, D]`, after a codebook if one is to be learned."""
+    """Stored tensors of values `[B, S, H, D]`, after a codebook if one is to be learned; feedback as it is kept."""
     state = _state("v", book, grid)
     if not learn:
         state.learned_at["v_centroids"] = v.shape[1]
@@ -133,7 +133,8 @@ class InGraph(encode.FusedQuantWM):
     def _encode_values(self, v: torch.Tensor, state: LayerState) -> dict[str, torch.Tensor]:
         learn, tokens = state.due("v_centroids"), v.shape[1]
         if self.feedback and state.value_metric is not None and "v_feedback" not in state.shared:
-            state.learn("v_feedback", tokens, v_feedback=_feedback(state.value_metric().float()))
+            feedback = packed_weights(_feedback(state.value_metric().float()))
+            state.learn("v_feedback", tokens, v_feedback=feedback)
         count = self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID)
         book = _before(state, "v", v, count) if learn else tuple(state.shared[f"v_{name}"] for name in BOOK)
         stored = encode_values(v, state.shared.get("v_feedback"), *book, learn, _numbers(self))
@@ -155,7 +156,7 @@ def _key_feedback(moment: torch.Tensor, basis: torch.Tensor | None, stats: Query
 
 
 def _feedback(metric: torch.Tensor) -> torch.Tensor:
-    return feedback_weights(metric) if metric.shape[-1] <= statistics.WIDEST else feedback_matrix(metric)
+    return feedback_weights(metric, None) if metric.shape[-1] <= statistics.WIDEST else feedback_matrix(metric)
 
 
 def _before(state: LayerState, side: str, x: torch.Tensor, count: int) -> tuple:

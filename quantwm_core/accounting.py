@@ -72,16 +72,6 @@ def build_record(caches: Sequence[WorldCache]) -> dict:
     }
 
 
-def joined_entry(entries: Sequence[dict]) -> dict:
-    """The history entry of a block that several conditionings' caches have noted, as in `build_record`: bytes and
-    seconds of work for all, everything else as the last one says."""
-    last = entries[-1]
-    summed = [name for name in last if name.startswith("bytes_") and name != "bytes_by_part"]
-    parts = {part: sum(entry["bytes_by_part"][part] for entry in entries) for part in last["bytes_by_part"]}
-    work = {name: round(sum(entry[name] for entry in entries), 4) for name in ("encode_seconds", "decode_seconds")}
-    return last | {name: sum(entry[name] for entry in entries) for name in summed} | work | {"bytes_by_part": parts}
-
-
 def native_record(
     settings: CacheSettings, geometry: CacheGeometry, tokens: int, resident: int, conditionings: int = 1
 ) -> dict:
@@ -113,6 +103,21 @@ def native_record(
         "decode_seconds": 0.0,
         "pack_events": 0,
     }
+
+
+def joined_entries(entries: Sequence[dict]) -> dict:
+    """One history entry for a block, from those of all conditionings' caches: bytes and times together."""
+    if len(entries) == 1:
+        return entries[0]
+    joined = dict(entries[-1])
+    for name, value in joined.items():
+        if isinstance(value, dict):
+            joined[name] = {part: sum(entry[name][part] for entry in entries) for part in value}
+        elif name.startswith("bytes_"):
+            joined[name] = sum(entry[name] for entry in entries)
+        elif name in ("encode_seconds", "decode_seconds"):
+            joined[name] = round(sum(entry[name] for entry in entries), 4)
+    return joined
 
 
 # Scales, ids, codebooks and corrections beside the codes; generous, for planning memory before a run.

@@ -88,8 +88,9 @@ def test_the_index_leads_to_every_page():
         ("causal-forcing", MODELS["causal-forcing"], [3 * 1560] * 8),
         ("lingbot", MODELS["lingbot-14b"], [4 * 1560] * 4 + [2 * 1560]),
         ("lingbot", MODELS["lingbot-1.3b"], [4 * 1560] * 4 + [2 * 1560]),
+        ("longcat", MODELS["longcat"], [19 * 1560]),
     ],
-    ids=["causal-forcing", "lingbot-14b", "lingbot-1.3b"],
+    ids=["causal-forcing", "lingbot-14b", "lingbot-1.3b", "longcat"],
 )
 def test_sizes_on_a_models_page_are_planned_ones(page, geometry, blocks):
     rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", read(f"models/{page}.md"), re.MULTILINE))

@@ -127,6 +127,8 @@ def test_packed_caches_of_both_are_counted(host, t128, sampler, method):
     assert both["ratio_packed"] == alone["ratio_packed"]
     assert [entry["tokens"] for entry in entries] == [entry["tokens"] for entry in blocks]
     assert [entry["bytes_packed"] for entry in entries] == [2 * entry["bytes_packed"] for entry in blocks]
+    parts = [sum(entry["bytes_by_part"].values()) for entry in entries]
+    assert parts == [2 * sum(entry["bytes_by_part"].values()) for entry in blocks]
     report = host.quantwm_core.accounting.format_report(handle)
     assert "for each of 2 conditionings (cfg)" in report
 

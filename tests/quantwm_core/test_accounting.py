@@ -11,7 +11,7 @@ from quantwm_core.accounting import (
     build_record,
     estimate_bytes,
     format_bytes,
-    joined_entry,
+    joined_entries,
     native_record,
 )
 from quantwm_core.packing import GROUP_BYTES, layers_together, waiting_bytes
@@ -100,8 +100,8 @@ def test_a_block_of_several_conditionings_counts_for_all():
             k, v, q = torch.randn(3, 1, 36, 2, 64).unbind(0)
             cache.layers[layer].append(k, v, q)
             cache.commit(layer)
-    entry, record = joined_entry([cache.history[0] for cache in caches]), build_record(caches)
+    entry, record = joined_entries([cache.history[0] for cache in caches]), build_record(caches)
     for name in ("bytes_bf16", "bytes_packed", "bytes_by_part", "tokens", "backend"):
         assert entry[name] == record[name], name
     assert entry["bytes_unpacked"] == record["bytes_unpacked"] + record["bytes_state"]
-    assert joined_entry([caches[0].history[0]]) == caches[0].history[0]
+    assert joined_entries([caches[0].history[0]]) == caches[0].history[0]

@@ -194,6 +194,21 @@ def test_layers_that_pack_together_share_one_rotation():
                 assert found == [entry.stored.rotation.cos.data_ptr() for entry in own.entries]
 
 
+@pytest.mark.parametrize("options", [{"bit_overrides": "0.1=4"}, {"cache_device": "cpu"}], ids=str)
+def test_head_groups_and_a_cache_on_the_cpu_read_rotated_keys(options):
+    settings = CacheSettings(key_bits=8, value_bits=8, **options)
+    cache, rotation = WorldCache(settings, CacheGeometry(1, 2, 32), torch.device("cpu")), rope(60, 32)
+    k, v, q = (normal(1, 60, 2, 32, seed=i) for i in range(3))
+    cache.layers[0].append(k, v, rotation.apply(q), lengths=(25, 35), rotation=rotation)
+    cache.commit(0)
+    expected = plain_rope(k, rotation)
+    error = (cache.layers[0].read()[0].double() - expected).square().sum((0, 1, 3))
+    assert (error < 0.15**2 * expected.square().sum((0, 1, 3))).all()
+    live = (normal(1, 9, 2, 32, seed=i) for i in range(3, 6))
+    out = cache.layers[0].attend(*live, plain_attention)
+    assert out.shape == (1, 9, 64) and out.isfinite().all()
+
+
 def test_joining_blocks_copies_nothing_twice():
     rotation = rope(30, 8)
     apart = [Rotation(*(t[a:b].clone() for t in rotation.tensors)) for a, b in ((0, 10), (10, 17), (17, 30))]

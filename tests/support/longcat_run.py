@@ -15,11 +15,10 @@ def _longcat():
     return importlib.import_module("quantwm_pack.world_models.longcat")
 
 
-def load_model(shift: float = 12.0, zero_pad: bool = True, dtype: torch.dtype | None = None):
+def load_model(shift: float = 12.0, zero_pad: bool = True, dtype: torch.dtype = torch.float32):
     """MODEL through the pack's builder, from the random weights of the case under their official names."""
     config = {"transformer": {"text_tokens_zero_pad": zero_pad}, "scheduler": {"shift": shift}}
-    options = {"dtype": dtype} if dtype else {}
-    return _longcat().build(case.weights(), {"config": json.dumps(config)}, "small.safetensors", options)
+    return _longcat().build(case.weights(), {"config": json.dumps(config)}, "small.safetensors", {"dtype": dtype})
 
 
 def sigmas(version: case.Version) -> torch.Tensor:

@@ -12,7 +12,7 @@ from comfy.ldm.flux.math import apply_rope
 from comfy.ldm.modules.attention import optimized_attention
 
 from ...quantwm_core import CacheGeometry, CacheHandle, CacheSettings, LayerCache, WorldCache
-from ...quantwm_core.accounting import build_record, joined_entry, native_record
+from ...quantwm_core.accounting import build_record, joined_entries, native_record
 from ...quantwm_core.memory import MemorySettings, kept_tokens, take_tokens
 from ...quantwm_core.methods import Method
 from ...quantwm_core.probe import LogitProbe
@@ -172,7 +172,7 @@ class CausalWanRun:
         """Report a block: every conditioning's cache has noted it in `_committed`."""
         if not self._committed:
             return
-        entry = joined_entry(self._committed)
+        entry = joined_entries(self._committed)
         self._committed.clear()
         self.handle.history.append(entry)
         if self._on_block is not None:

@@ -136,7 +136,7 @@ class LongCatRun:
         if self.settings.compresses:
             # While a layer is packed, its keys and values exist in float32 and their rounded forms beside them.
             encoding = 4 * geometry.bytes_bf16(tokens) // geometry.layers
-            planned = estimate_bytes(self.settings, geometry, tokens) + encoding
+            planned = estimate_bytes(self.settings, geometry, tokens, block=tokens) + encoding
         else:
             planned = geometry.bytes_bf16(tokens) * self.dtype.itemsize // 2
             if self.settings.cache_device == "cpu":
@@ -179,7 +179,7 @@ class LongCatRun:
         elif isinstance(cache, PlainCache) and len(cache.held) == self.geometry(1).layers:
             resident = sum(t.untyped_storage().nbytes() for pair in cache.held for t in pair)
             self.handle.record = native_record(self.settings, self.geometry(self._batch), self._tokens, resident)
-        elif cache is None and self.settings.compresses:
+        elif not self.frames and self.settings.compresses:
             logger.warning("QuantWM: this run was given no frames to continue, so nothing was cached or packed.")
         for each in packed:
             each.release()
