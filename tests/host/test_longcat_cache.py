@@ -278,3 +278,15 @@ def test_exact_budget_at_the_real_geometry(host):
         assert round(record["bytes_bf16"] * scale, 3) == 21.709
         packed[settings.method] = round(record["bytes_packed"] * scale, 3)
     assert packed["quantwm-paper"] == 3.625 and packed["quantwm"] < 3.4
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "kivi"}, {"jensen": "second-order"}, {"key_bits": 16}], ids=str)
+def test_odd_sizes(host, model, settings):
+    """Latents of 17 x 25, and more given tokens (234) than KIVI keeps in full precision."""
+    generator = torch.Generator().manual_seed(3)
+    noise, given = (torch.randn(1, 16, frames, 17, 25, generator=generator) for frames in (6, 2))
+    plain = run(model, GUIDED, noise=noise, given=given)
+    clone, handle = patched(host, model, **settings)
+    packed = run(clone, GUIDED, noise=noise, given=given)
+    assert packed.shape == noise.shape and handle.record["tokens"] == 2 * 9 * 13
+    assert 0 < float((packed - plain).norm() / plain.norm()) < 0.2
