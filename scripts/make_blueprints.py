@@ -113,19 +113,27 @@ BLUEPRINTS = (
     Blueprint(
         "LongCat-Video",
         "longcat-image-to-video",
-        "Video from a picture and a prompt with LongCat-Video, with the KV cache of the picture in 2 bits.",
+        "Image to video with LongCat-Video, with the KV cache of its given frames in 2 bits. Connect video in place of "
+        "start_image to continue one.",
         frozenset({2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16}),
         (
             Entry("start_image", "IMAGE", ((10, "start_image"),)),
+            Entry("video", "IMAGE", ((10, "video"),)),
             Entry("prompt", "STRING", ((8, "text"),), 0),
+            Entry("negative prompt", "STRING", ((9, "text"),), 0),
+            Entry("width", "INT", ((10, "width"),), 0),
+            Entry("height", "INT", ((10, "height"),), 1),
             Entry("length", "INT", ((10, "length"),), 2),
+            Entry("given_frames", "INT", ((10, "given_frames"),), 3),
             Entry("noise_seed", "INT", ((11, "noise_seed"),), 0),
+            Entry("cfg", "FLOAT", ((12, "cfg"),), 0),
+            Entry("schedule", "COMBO", ((14, "schedule"),), 0),
             Entry("preset", "COMBO", ((5, "preset"),), 14),
             Entry("model_name", "COMBO", ((2, "model_name"),), 0),
             Entry("clip_name", "COMBO", ((3, "clip_name"),), 0),
             Entry("vae_name", "COMBO", ((4, "vae_name"),), 0),
         ),
-        (("frames", "IMAGE", 16, 0), ("cache", "QUANTWM_CACHE", 6, 1)),
+        (("frames", "IMAGE", 16, 0), ("overlap", "INT", 10, 3), ("cache", "QUANTWM_CACHE", 6, 1)),
     ),
 )
 

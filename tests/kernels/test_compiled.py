@@ -84,7 +84,7 @@ def test_decoding(pack, make_layer, device):
 
 
 def test_encoding_operators(operators, device):
-    k, metric = drawn(device, 1, 12, 2, 48), torch.eye(48, device=device).repeat(2, 1, 1)
+    k, metric = drawn(device, 1, 12, 1, 32), torch.eye(32, device=device).unsqueeze(0)
     basis, feedback = operators.leading_eigenvectors(metric, 6), operators.feedback_weights(metric, None)
     numbers = [2, 2, 64, 0, 4, True]
     kept = bare_module("quantwm_core.codec.feedback").packed_weights(feedback)
@@ -102,7 +102,7 @@ def test_encoding_two_spans(pack, device):
     encode, statistics = bare_module("kernels.encode"), bare_module("kernels.statistics")
     stats, methods = bare_module("quantwm_core.query_stats"), pack.methods
     method = methods.build_method(pack.settings.CacheSettings())
-    metric = torch.eye(48, device=device).repeat(2, 1, 1)
+    metric = torch.eye(32, device=device).unsqueeze(0)
 
     def two(k, v, q, state):
         spans = []
@@ -112,7 +112,7 @@ def test_encoding_two_spans(pack, device):
             spans.append({name: t + 0 for name, t in span.tensors.items()})
         return spans
 
-    k, v, q = drawn(device, 3, 1, 67, 2, 48)
+    k, v, q = drawn(device, 3, 1, 67, 1, 32)
     states = [methods.LayerState(lambda: metric) for _ in range(2)]
     for actual, expected in zip(whole_graph(two)(k, v, q, states[0]), two(k, v, q, states[1]), strict=True):
         assert actual.keys() == expected.keys()
