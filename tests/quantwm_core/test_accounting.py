@@ -15,6 +15,7 @@ from quantwm_core.accounting import (
     native_record,
 )
 from quantwm_core.packing import GROUP_BYTES, layers_together, waiting_bytes
+from quantwm_core.stopwatch import Stopwatch
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,11 @@ def test_a_block_of_several_conditionings_counts_for_all():
         assert entry[name] == record[name], name
     assert entry["bytes_unpacked"] == record["bytes_unpacked"] + record["bytes_state"]
     assert joined_entries([caches[0].history[0]]) == caches[0].history[0]
+
+
+def test_a_stopwatch_tells_during_a_run_what_it_will_tell_at_the_end():
+    watch = Stopwatch()
+    for _ in range(3):
+        with watch:
+            sum(range(10_000))
+        assert 0 < watch.finished_seconds() == watch.seconds()
