@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import re
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,19 +16,22 @@ import pytest
 import torch
 
 from benchmarks.host import ROOT
-from quantwm_core import METHODS, CacheSettings, span
+from quantwm_core import METHODS, CacheSettings, layouts, span
 from quantwm_core.accounting import format_bytes
-from quantwm_core.command_line import MODELS
+from quantwm_core.command_line import MODELS, main
 from quantwm_core.methods import LayerState
 from quantwm_core.planning import plan_bytes
 from quantwm_core.presets import PRESETS
 from quantwm_core.query_stats import QueryStats
+from quantwm_core.span import storage_bytes
 
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 MODEL_PAGES = sorted((ROOT / "docs" / "models").glob("*.md"))
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[\w-]+)?\)|src=\"([^\"]+)\"")
 PATH = re.compile(r"`((?:benchmarks|docs|locales|nodes|quantwm_core|scripts|tests|web|world_models)/[\w./-]*)`")
 CODE = re.compile(r"`([^`\n]+)`")
+# Code blocks of the developer guide, in their order.
+EXAMPLE_METHOD, EXAMPLE_SPAN, EXAMPLE_CONVERSATION = range(3)
 PACK_FOLDERS = ("nodes", "quantwm_core", "kernels", "world_models")
 
 
@@ -51,7 +55,7 @@ def spoken() -> str:
 
 def example(number: int, name: str, folder: Path) -> ModuleType:
     """A code block of the developer guide as the module of that name."""
-    code = re.findall(r"```python\n(.*?)```", read("developer-guide.md"), re.DOTALL)[number]
+    code = re.findall(r"^```python\n(.*?)^```", read("developer-guide.md"), re.DOTALL | re.MULTILINE)[number]
     file = folder / f"example_{number}.py"
     file.write_text(code)
     spec = importlib.util.spec_from_file_location(name, file)
@@ -132,7 +136,7 @@ def test_measured_figures_are_the_readmes():
 @pytest.fixture
 def minmax(tmp_path, monkeypatch):
     monkeypatch.setattr(span, "PER_TOKEN", span.PER_TOKEN | {"k_zeros"})
-    return example(0, "quantwm_core.methods.minmax", tmp_path).MinMax
+    return example(EXAMPLE_METHOD, "quantwm_core.methods.minmax", tmp_path).MinMax
 
 
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(2, 2), (4, 16), (16, 2)])
@@ -165,8 +169,27 @@ def half_steps(x: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat(halves, -1)
 
 
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(2, 2), (4, 16), (16, 2)])
+def test_layout_of_the_guide(minmax, key_bits, value_bits):
+    (code,) = re.findall(r"   ```python\n(   def _minmax.*?)   ```", read("developer-guide.md"), re.DOTALL)
+    names = dict(vars(layouts))
+    exec(textwrap.dedent(code), names)  # noqa: S102
+    settings = CacheSettings(key_bits=key_bits, value_bits=value_bits)
+    planned = names["_minmax"](settings, 13, 80, LayerState())
+    packed = minmax(settings).encode(*torch.randn(2, 1, 13, 1, 80).unbind(0), QueryStats(), LayerState())
+    stored = storage_bytes(t for name, t in packed.tensors.items() if not name.endswith("_raw"))
+    assert planned.total() == stored
+
+
+def test_saved_span_of_the_guide(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    example(EXAMPLE_SPAN, "guide_span", tmp_path)
+    assert main(["inspect", "span.safetensors"]) == 0
+    assert "48 tokens, 4 heads x 64" in capsys.readouterr().out
+
+
 def test_conversation_of_the_guide(tmp_path):
-    module = example(1, "guide_conversation", tmp_path)
+    module = example(EXAMPLE_CONVERSATION, "guide_conversation", tmp_path)
     assert module.record["tokens"] == 144 and module.record["ratio_resident"] > 1
     plain = module.WorldCache(CacheSettings(key_bits=16, value_bits=16), module.CacheGeometry(2, 4, 64))
     given = [[torch.randn(3, 1, 48, 4, 64).unbind(0) for _ in range(2)] for _ in range(2)]
