@@ -17,7 +17,7 @@ NUMBERS = (*SIZES, "key_bits", "value_bits", "group_size", "rank", "phase")
 FIELDS = ("method", *NUMBERS, "dtype")
 HEADER_LENGTH_BYTES = 8
 LARGEST_HEADER = 100 << 20  # the format's own limit
-REMEDY = "Give a file that safetensors.torch.save_file(*span.to_savable()) wrote."
+REMEDY = "Save a span so: tensors, metadata = span.to_savable(); safetensors.torch.save_file(tensors, FILE, metadata)."
 
 
 @dataclass(frozen=True)
