@@ -100,7 +100,7 @@ def _plan(options: argparse.Namespace) -> str:
         raise ValueError(f"budget must be more than 0 GB and a number; got {budget}. Change --budget.")
     budget = None if budget is None else round(budget * GB)
     prefilled = options.model in PREFILLED
-    world = World(geometry, tokens, conditionings=2 if options.guidance else 1, prefilled=prefilled)
+    world = World(geometry, tokens, prefilled=prefilled).guided(options.guidance)
     plan = make_plan(world, options.length, options.block, budget)
     if budget is not None:
         require_choice(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .accounting import format_bytes
 from .cache import CacheGeometry
@@ -46,6 +46,10 @@ class World:
     element_bytes: int = 2
     conditionings: int = 1
     prefilled: bool = False
+
+    def guided(self, guidance: bool) -> World:
+        """The same with or without guidance. Given frames that fill the cache are remembered once for both prompts."""
+        return replace(self, conditionings=2 if guidance and not self.prefilled else 1)
 
     def latents(self, frames: int) -> int:
         """Latent frames of a video of `frames` frames."""
