@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from comfy_api.latest import io, ui
 
 from .. import world_models
@@ -62,7 +60,7 @@ class QuantWMPlanner(io.ComfyNode):
         budget: float,
         guidance: bool = False,
     ) -> io.NodeOutput:
-        world = replace(world_models.world_of(model, width, height), conditionings=2 if guidance else 1)
+        world = world_models.world_of(model, width, height).guided(guidance)
         latents = min(frames_per_block, world.latents(length))
         room = round(budget * GB) if budget else world_models.room_for_cache(model, width, height, latents)
         # Moving blocks to the CPU frees nothing where the model is there too.

@@ -18,12 +18,14 @@ MODELS = {
     "lingbot-1.3b": CacheGeometry(30, 12, 128),
     "longcat": CacheGeometry(48, 32, 128),
 }
+# Their given frames fill the cache in one forward.
+PREFILLED = ("longcat",)
 # Pixels a token covers in each direction: Wan's VAE makes 8 to one, the network's patches two to one.
 TOKEN_PIXELS = 16
 
 PLAN_EXAMPLES = """examples:
   python -m quantwm_core plan --width 832 --height 480 --length 93 --budget 2
-  python -m quantwm_core plan --model lingbot-14b --length 161 --block 4 --budget 12
+  python -m quantwm_core plan --model lingbot-14b --length 69 --block 4 --budget 12
   python -m quantwm_core plan --model longcat --length 73 --block 19
   python -m quantwm_core plan --layers 48 --heads 32 --head-dim 128 --length 77 --block 19
 """
@@ -97,7 +99,8 @@ def _plan(options: argparse.Namespace) -> str:
     if budget is not None and not 0 < budget < math.inf:
         raise ValueError(f"budget must be more than 0 GB and a number; got {budget}. Change --budget.")
     budget = None if budget is None else round(budget * GB)
-    world = World(geometry, tokens, conditionings=2 if options.guidance else 1)
+    prefilled = options.model in PREFILLED
+    world = World(geometry, tokens, prefilled=prefilled).guided(options.guidance)
     plan = make_plan(world, options.length, options.block, budget)
     if budget is not None:
         require_choice(plan)

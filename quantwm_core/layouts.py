@@ -79,8 +79,8 @@ def _paper(s: CacheSettings, tokens: int, head_dim: int, state: LayerState) -> C
     for _ in _packed_sides(s):
         count = min(tokens, s.centroids or automatic_centroids(tokens))
         parts.update(centroids=HALF * count * head_dim, ids=tokens)
-    # The first span has no earlier queries to be corrected by.
-    if s.key_bits != 16 and state.tokens:
+    # The first span has no earlier queries to be corrected by, unless it was rehearsed.
+    if s.key_bits != 16 and (state.tokens or state.earlier.weight):
         rank = min(s.rank or PAPER_RANK, head_dim)
         parts.update(psac_c=tokens * (rank + HALF), psac_u=HALF * head_dim * rank)
     return parts

@@ -58,6 +58,7 @@ class CachePlan:
         element_bytes: size of the type in which the model computes keys and values.
         block: tokens of the largest block, as `WorldCache` is told.
         conditionings: how many prompts remember on their own: 2 with guidance. They are asked one after the other.
+        prefilled: one forward fills the cache, as `WorldCache` is told.
 
     Raises:
         ValueError: when the settings' overrides name layers or heads that there are not.
@@ -70,6 +71,7 @@ class CachePlan:
         element_bytes: int = 2,
         conditionings: int = 1,
         block: int = TYPICAL_BLOCK,
+        prefilled: bool = False,
     ) -> None:
         check_overrides(settings.overrides, geometry.layers, geometry.heads)
         self.settings = settings
@@ -91,7 +93,7 @@ class CachePlan:
             if settings.compresses:
                 self._together = layers_together(geometry.layers, geometry.bytes_bf16(1) // geometry.layers, block)
         self._layers = [
-            (_LayerPlan(own, heads, geometry, element_bytes, self._together > 1), count)
+            (_LayerPlan(own, heads, geometry, element_bytes, self._together > 1, prefilled), count)
             for (own, heads), count in kinds.items()
         ]
 
@@ -144,7 +146,13 @@ class _LayerPlan:
     """One layer, or the heads of one layer that have the same bits."""
 
     def __init__(
-        self, settings: CacheSettings, heads: int, geometry: CacheGeometry, element_bytes: int, grouped: bool
+        self,
+        settings: CacheSettings,
+        heads: int,
+        geometry: CacheGeometry,
+        element_bytes: int,
+        grouped: bool,
+        prefilled: bool,
     ) -> None:
         self.settings = settings
         self.parts: Counter[str] = Counter()
@@ -156,6 +164,9 @@ class _LayerPlan:
         self._element_bytes = element_bytes
         self._method: Method | None = build_method(settings) if settings.compresses else None
         self._learned = LayerState()
+        # Its queries count as asked before, and are not kept.
+        self._prefilled = prefilled
+        self._learned.earlier.weight = float(prefilled)
         self._never_packed = 0
         # Number and tokens of blocks in full precision that are to be packed.
         self._waiting: list[tuple[int, int]] = []
@@ -175,7 +186,9 @@ class _LayerPlan:
 
     @property
     def state(self) -> int:
-        return state_bytes(self.settings, self._head_dim) * self._state_rows if self._learned.tokens else 0
+        if not self._learned.tokens or (self._prefilled and self.settings.method == "quantwm-paper"):
+            return 0
+        return state_bytes(self.settings, self._head_dim) * self._state_rows
 
     def append(self, tokens: int) -> None:
         number, self.blocks = self.blocks, self.blocks + 1
@@ -224,11 +237,16 @@ class _LayerPlan:
 
 
 def plan_bytes(
-    settings: CacheSettings, geometry: CacheGeometry, blocks: Iterable[int], element_bytes: int = 2
+    settings: CacheSettings,
+    geometry: CacheGeometry,
+    blocks: Iterable[int],
+    element_bytes: int = 2,
+    prefilled: bool = False,
 ) -> CacheBytes:
     """What a run that commits `blocks` (tokens of each) holds in the end."""
     blocks = list(blocks)
-    plan = CachePlan(settings, geometry, element_bytes, block=max(blocks, default=TYPICAL_BLOCK))
+    largest = max(blocks, default=TYPICAL_BLOCK)
+    plan = CachePlan(settings, geometry, element_bytes, block=largest, prefilled=prefilled)
     for tokens in blocks:
         plan.append(tokens)
     return plan.bytes()

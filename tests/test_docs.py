@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import json
 import re
 import sys
 import textwrap
@@ -117,6 +118,24 @@ def test_messages_are_those_of_the_code():
     messages = [text for text in CODE.findall(read("troubleshooting.md")) if text.count(" ") >= 2]
     assert len(messages) > 20
     assert not [message for message in messages if message not in spoken()]
+
+
+def test_figures_beside_presets_are_the_measured_ones():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "quality-h200.json").read_text())["rows"]
+    variants = {"balanced": ("default", 2), "smallest": ("rank 8", 2), "best quality": ("default", 4)}
+    folder = ROOT / "web" / "docs"
+    for page in (folder / "QuantWMKVCache.md", *(folder / "QuantWMKVCache").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for preset, (variant, bits) in variants.items():
+            (line,) = (line for line in text.splitlines() if line.startswith(f"| `{preset}` |"))
+            (row,) = (
+                row
+                for row in rows
+                if (row["method"], row["variant"], row["key_bits"], row["value_bits"])
+                == ("quantwm", variant, bits, bits)
+                and not row["series"]
+            )
+            assert f"{row['psnr_mean']:.1f} dB" in line and f"{row['bits_per_element']:.2f}" in line
 
 
 def test_measured_figures_are_the_readmes():

@@ -1,5 +1,7 @@
 """What is chosen for a budget, the longest video that fits, and the words around them."""
 
+from dataclasses import replace
+
 import pytest
 
 from quantwm_core import METHODS, CacheGeometry, CacheSettings
@@ -74,3 +76,8 @@ def test_corrected_attention_decodes_a_second_layer():
         plan_bytes(CacheSettings(jensen=jensen), CAUSAL_FORCING.geometry, [4680] * 4) for jensen in ("off", "exact")
     )
     assert corrected.workspace == 2 * plain.workspace == 2 * CAUSAL_FORCING.geometry.bytes_bf16(4 * 4680) // 30
+
+
+def test_given_frames_are_remembered_once_for_both_prompts():
+    assert CAUSAL_FORCING.guided(True).conditionings == 2 and CAUSAL_FORCING.guided(False).conditionings == 1
+    assert replace(CAUSAL_FORCING, prefilled=True).guided(True).conditionings == 1

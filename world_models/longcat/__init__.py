@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ..causal_wan.shape import room_for_cache, world_of
+from dataclasses import replace
+from typing import Any
+
+from ...quantwm_core.plan_table import World
+from ..causal_wan import shape
+from ..causal_wan.shape import room_for_cache
 from .adapter import attach, supports
 from .checkpoint import is_longcat
 from .lora import with_lora
@@ -26,3 +31,8 @@ __all__ = [
     "with_lora",
     "world_of",
 ]
+
+
+def world_of(model: Any, width: int, height: int) -> World:
+    """The model's cache for videos of `width` x `height` pixels: the frames that are given, in one forward."""
+    return replace(shape.world_of(model, width, height), prefilled=True)
