@@ -94,8 +94,10 @@ class WorldCache:
         self, method: Method, metrics: Sequence[Callable[[], torch.Tensor] | None], device: torch.device | None
     ) -> list[LayerCache]:
         """Layers that pack together, one for each metric."""
-        # Beside a cache on the CPU packing ends with a copy there, for which the caller waits in any case.
-        beside = device if self.settings.cache_device == "gpu" and not self._prefilled else None
+        # A large layer that packs alone is enough work for a GPU, and blocks of many such layers would wait in full
+        # precision beside a caller that runs ahead. With a cache on the CPU the caller waits for a copy in any case.
+        together = self._together > 1 and not self._prefilled
+        beside = device if together and self.settings.cache_device == "gpu" else None
         packer = Packer(self.settings, method, metrics, self.backend, self.encode_watch, beside, self._prefilled)
         rest = device, self.decode_watch, self.backend, packer, self._reach
         return [LayerCache(self.settings, method, None, *rest) for _ in metrics]
