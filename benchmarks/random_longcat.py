@@ -27,7 +27,7 @@ def variants(gpu: bool) -> Iterator[Variant]:
     yield Variant("quantwm")
     if gpu:
         yield Variant("quantwm", "host attention", around=host_attention)
-    yield Variant("quantwm-paper", once=True)
+    yield Variant("quantwm-paper", "published", {"centroids": 256, "rank": 8}, once=True)
     yield Variant("rtn", once=True)
 
 

@@ -14,6 +14,8 @@ WORKFLOW = json.loads((ROOT / "workflows" / "tiny-world.json").read_text())
 PRESETS = json.loads((ROOT / "quantwm_core" / "presets.json").read_text())
 KIND = "QuantWMKVCache"
 ARROW = 24
+# After a graph is loaded its view and the heights of its nodes change for a few frames.
+SETTLE_MS = 250
 
 
 def values(page: Page) -> dict:
@@ -32,8 +34,17 @@ def filled(preset: str) -> dict:
 
 
 def click_arrow(page: Page, name: str, right: bool) -> None:
-    """Press the arrow at an end of a widget that the classic renderer has drawn."""
-    x, y = page.evaluate(
+    """Press the arrow at an end of a widget that the classic renderer has drawn, once it stands still."""
+    before = None
+    while (place := arrow_of(page, name, right)) != before:
+        before = place
+        page.wait_for_timeout(SETTLE_MS)
+    page.mouse.click(*place)
+
+
+def arrow_of(page: Page, name: str, right: bool) -> list[float]:
+    """Where on the page the arrow is drawn now."""
+    return page.evaluate(
         """([kind, name, right, arrow]) => {
             const node = app.graph.nodes.find(node => node.type === kind);
             const widget = node.widgets.find(widget => widget.name === name);
@@ -44,7 +55,6 @@ def click_arrow(page: Page, name: str, right: bool) -> None:
         }""",
         [KIND, name, right, ARROW],
     )
-    page.mouse.click(x, y)
 
 
 def expect_ratio(page: Page, server, model: str | None = "tiny world (built in)", world: str = "tiny world") -> float:
