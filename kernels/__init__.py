@@ -17,7 +17,7 @@ def _register() -> str | None:
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return "no NVIDIA GPU is visible"
     try:
-        from . import decode, encode, operators, reading, statistics  # noqa: F401
+        from . import decode, encode, reading, statistics  # noqa: F401
     except (ImportError, AttributeError, OSError) as error:
         # Triton is optional, comes in many versions, and on some systems without the compiler it needs.
         return f"Triton cannot be used ({error})"

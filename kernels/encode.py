@@ -146,26 +146,17 @@ def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryS
     # By heads the moment must lie in rows; it does, unless the caller cut it from another tensor.
     if stats.own is not None:
         stats = QueryStats(stats.own.contiguous(), rotation=stats.rotation)
-    on_kernels = fused_for_call(method)
+    on_kernels = fused(method)
     kind = (k.device, k.dtype, k.shape[2:], method.settings, stats.rotation is None)
-    if kind not in _checked and not torch.compiler.is_compiling():
+    if kind not in _checked:
         _check(on_kernels, method, k[:1], v[:1], stats, state)
         _checked.add(kind)
     return on_kernels.encode(k, v, stats, state)
 
 
-def fused(method: QuantWM, kind: type[FusedQuantWM] = FusedQuantWM) -> FusedQuantWM:
+def fused(method: QuantWM) -> FusedQuantWM:
     """The same method with its encoders on kernels."""
-    return kind(**{name: getattr(method, name) for name in PARTS})
-
-
-def fused_for_call(method: QuantWM) -> FusedQuantWM:
-    """The same, in stages that are operators while torch.compile traces the call."""
-    if torch.compiler.is_compiling():
-        from .operators import InGraph  # is built on this module
-
-        return fused(method, InGraph)
-    return fused(method)
+    return FusedQuantWM(**{name: getattr(method, name) for name in PARTS})
 
 
 def _check(

@@ -21,11 +21,6 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.fixture(scope="module")
-def operators():
-    return bare_module("kernels.operators")
-
-
 def whole_graph(function):
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
@@ -81,43 +76,6 @@ def test_decoding(pack, make_layer, device):
 
     for actual, expected in zip(whole_graph(decode)(live.k, live.v), decode(live.k, live.v)):
         assert torch.equal(actual, expected)
-
-
-def test_encoding_operators(operators, device):
-    k, metric = drawn(device, 1, 12, 1, 32), torch.eye(32, device=device).unsqueeze(0)
-    basis, feedback = operators.leading_eigenvectors(metric, 6), operators.feedback_weights(metric, None)
-    numbers = [2, 2, 64, 0, 4, True]
-    kept = bare_module("quantwm_core.codec.feedback").packed_weights(feedback)
-    for operator, arguments in (
-        (operators.leading_eigenvectors, (metric, 6)),
-        (operators.feedback_weights, (metric, basis)),
-        (operators.encode_keys, (k, metric, feedback, basis, None, None, None, None, numbers)),
-        (operators.encode_values, (k, kept, None, None, True, numbers)),
-    ):
-        torch.library.opcheck(operator, arguments, test_utils=CHECKS)
-
-
-def test_encoding_two_spans(pack, device):
-    """The second begins with the codebooks of the first."""
-    encode, statistics = bare_module("kernels.encode"), bare_module("kernels.statistics")
-    stats, methods = bare_module("quantwm_core.query_stats"), pack.methods
-    method = methods.build_method(pack.settings.CacheSettings())
-    metric = torch.eye(32, device=device).unsqueeze(0)
-
-    def two(k, v, q, state):
-        spans = []
-        for part in (slice(40), slice(40, None)):
-            own = stats.QueryStats(statistics.second_moment(q[:, part]))
-            span = encode.fused_for_call(method).encode(k[:, part], v[:, part], own, state)
-            spans.append({name: t + 0 for name, t in span.tensors.items()})
-        return spans
-
-    k, v, q = drawn(device, 3, 1, 67, 1, 32)
-    states = [methods.LayerState(lambda: metric) for _ in range(2)]
-    for actual, expected in zip(whole_graph(two)(k, v, q, states[0]), two(k, v, q, states[1]), strict=True):
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    assert states[0].tokens == 67 and states[0].learned_at == states[1].learned_at
 
 
 @pytest.fixture
