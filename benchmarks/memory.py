@@ -1,10 +1,13 @@
 """Memory of each model's cache, from tensors that the real encoder packed.
 
     python -m benchmarks.memory [--json FILE] [--quick]
+    python -m benchmarks.memory --whole longcat-480p [--device cuda]
 
 One layer and a few heads of each geometry are encoded from structured random keys and values, and the bytes of the
 real storages are scaled to all layers and heads: a layout's size does not depend on the values, apart from the paper's
 sparse coefficients, and layers and heads share nothing. `ratio_resident` counts everything alive when the run ends.
+
+--whole packs all layers and heads of one geometry instead, and on a GPU also prints what its allocator counts.
 """
 
 from __future__ import annotations
@@ -55,10 +58,12 @@ GEOMETRIES = (
 
 
 def structured(tokens: int, heads: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:
-    """Keys-like data `[1, S, H, D]` in bf16: clusters of unequal spread, plus noise."""
-    centers = torch.randn(heads, 64, head_dim, generator=generator) * torch.logspace(0.5, -0.5, head_dim)
-    choice = torch.randint(0, 64, (tokens,), generator=generator)
-    noise = torch.randn(tokens, heads, head_dim, generator=generator)
+    """Keys-like data `[1, S, H, D]` in bf16, on the generator's device: clusters of unequal spread, plus noise."""
+    here = {"generator": generator, "device": generator.device}
+    spread = torch.logspace(0.5, -0.5, head_dim, device=generator.device)
+    centers = torch.randn(heads, 64, head_dim, **here) * spread
+    choice = torch.randint(0, 64, (tokens,), **here)
+    noise = torch.randn(tokens, heads, head_dim, **here)
     return (centers[:, choice].transpose(0, 1) + 0.5 * noise).unsqueeze(0).bfloat16()
 
 
@@ -109,8 +114,61 @@ def measure(geometry: Geometry, layout: str, settings: CacheSettings, heads: int
     }
 
 
+def measure_whole(geometry: Geometry, layout: str, settings: CacheSettings, device: torch.device) -> dict:
+    """One row: every layer and head in one block, in BF16 and then packed; GiB by its tensors and by the allocator."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads, head_dim, (tokens,) = geometry.heads, geometry.head_dim, geometry.blocks
+    mixing = torch.randn(heads, head_dim, head_dim, generator=generator, device=device)
+    metrics = [lambda: mixing @ mixing.transpose(1, 2)] * geometry.layers
+    shape = CacheGeometry(geometry.layers, heads, head_dim)
+    cache = WorldCache(settings, shape, device, value_metrics=metrics, prefilled=True)
+    before = _allocated(device)
+    for layer in cache.layers:
+        if layer.method.uses_earlier_queries:
+            layer.state.earlier.add(second_moment(structured(2048, heads, head_dim, generator)))
+        queries = structured(2048, heads, head_dim, generator)
+        layer.append(*(structured(tokens, heads, head_dim, generator) for _ in range(2)), queries)
+    in_bf16 = _allocated(device) - before
+    for index in range(geometry.layers):
+        cache.commit(index)
+    record = cache.record()
+    return {
+        "geometry": geometry.name,
+        "layout": layout,
+        "tokens": tokens,
+        "bits_per_element": round(16 * record["bytes_packed"] / record["bytes_bf16"], 4),
+        "gib_bf16": round(record["bytes_bf16"] / 2**30, 3),
+        "gib_packed": round(record["bytes_packed"] / 2**30, 3),
+        "ratio_packed": record["ratio_packed"],
+        "ratio_resident": record["ratio_resident"],
+        "gib_allocated_bf16": round(in_bf16 / 2**30, 3),
+        "gib_allocated_packed": round((_allocated(device) - before) / 2**30, 3),
+        "bytes_by_part": record["bytes_by_part"],
+    }
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes in tensors on the GPU, 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def main() -> None:
-    options = parser(__doc__.splitlines()[0]).parse_args()
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--whole", metavar="GEOMETRY", choices=[g.name for g in GEOMETRIES if len(g.blocks) == 1])
+    options.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="for --whole")
+    options = options.parse_args()
+    if options.whole:
+        geometry = next(g for g in GEOMETRIES if g.name == options.whole)
+        rows = [
+            measure_whole(geometry, layout, settings, options.device)
+            for layout, settings in list(layouts(geometry).items())[:2]
+        ]
+        columns = [*COLUMNS, "gib_allocated_bf16", "gib_allocated_packed"]
+        print_table(
+            [row | {name: f"{row[name]:.3f}" for name in columns if name[:3] == "gib"} for row in rows], columns
+        )
+        write_json(options.json, "benchmarks.memory --whole", rows)
+        return
     heads = 1 if options.quick else 2
     rows = []
     for geometry in GEOMETRIES:

@@ -13,18 +13,16 @@ from triton.runtime.errors import TritonError
 from ..quantwm_core.backends import Between, OneOf, register
 from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
+from .decode_pairs import TILE, decode_pairs_chunk
 from .decode_rivals import launch_rival
 from .launching import launch
-from .rows import copy_chunk, store_tile, turn, turn_chunk
+from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
 from .sizes import ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, layer_tables
 from .tiles import (
     BITMAP,
     KEYS,
     RAW,
-    RAW_B,
-    RAW_H,
-    RAW_S,
     ROWS_BEFORE,
     START,
     TOKENS,
@@ -50,6 +48,8 @@ READABLE = {
 ROTATED_BACK = READABLE | {"method": OneOf(("quarot",)), "head_dim": Between(16, 128)}
 # Bit pattern of 1.0; see tiles.lane.
 FLOAT_ONE = 0x3F800000
+# The same for `pairs`: bfloat16 128 twice.
+PAIR_128 = 0x43004300
 FAILURES = (TritonError, RuntimeError)
 
 
@@ -149,25 +149,23 @@ def decode_values_chunk(
         code, scale, zero, centroid = next_code, next_scale, next_zero, next_centroid
 
 
-@triton.jit
+# Not compiled anew where these are 1 or divisible by 16.
+@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "heads", "origin", "one", "lifted"])
 def decode_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
-    keys, values, out_b, out_s, out_h, heads, origin, one,
+    keys, values, out_b, out_s, out_h, heads, origin, one, lifted,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr,
     SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr,
-    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
+    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One program: up to CHUNK tokens of one head's keys or values, of a stored piece or (beyond them) the live block.
 
     `origin` is the token that comes first in the output.
     """
-    head_side = tl.program_id(0)
-    h = (head_side // 2).to(tl.int64)
+    batch, h, is_key = own_head(heads)
     tile = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
     head = batch * heads + h
-    is_key = head_side % 2 == 0
     out = batch * out_b + h * out_h
     if tile >= tile_count:
         first = (tile - tile_count).to(tl.int64) * CHUNK_
@@ -183,27 +181,56 @@ def decode_kernel(
     count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
     out += (tl.load(row + START) + first - origin) * out_s
     if is_key:
-        raw = tl.load(row + KEYS + RAW)
-        if KEY_BITS == 16 or raw != 0:
-            source = raw.to(tl.pointer_type(keys.dtype.element_ty))
-            stride = tl.load(row + KEYS + RAW_S).to(tl.int32)
-            source += batch * tl.load(row + KEYS + RAW_B) + first * stride + h * tl.load(row + KEYS + RAW_H)
-            if ROTATED:
-                turn_chunk(row, first, source, stride, keys + out, out_s, count, D, W, T)
-            else:
-                copy_chunk(source, stride, keys + out, out_s, count, D, W, T)
+        if KEY_BITS == 16 or tl.load(row + KEYS + RAW) != 0:
+            copy_stored_chunk(row, KEYS, batch, h, first, count, keys + out, out_s, D, W, T, ROTATED)
+        elif PAIRS:
+            decode_pairs_chunk(
+                row,
+                KEYS,
+                first,
+                count,
+                head,
+                keys + out,
+                out_s,
+                lifted,
+                one,
+                D,
+                W,
+                T,
+                KEY_BITS,
+                GROUP,
+                RANK,
+                R,
+                ROTATED,
+            )
         else:
             decode_keys_chunk(
                 row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK,
                 SPARSE, ZEROS_WIDTH, CHUNK_, ALIGNED, ROTATED,
             )  # fmt: skip
     else:
-        raw = tl.load(row + VALUES + RAW)
-        if VALUE_BITS == 16 or raw != 0:
-            source = raw.to(tl.pointer_type(values.dtype.element_ty))
-            stride = tl.load(row + VALUES + RAW_S).to(tl.int32)
-            source += batch * tl.load(row + VALUES + RAW_B) + first * stride + h * tl.load(row + VALUES + RAW_H)
-            copy_chunk(source, stride, values + out, out_s, count, D, W, T)
+        if VALUE_BITS == 16 or tl.load(row + VALUES + RAW) != 0:
+            copy_stored_chunk(row, VALUES, batch, h, first, count, values + out, out_s, D, W, T, False)
+        elif PAIRS:
+            decode_pairs_chunk(
+                row,
+                VALUES,
+                first,
+                count,
+                head,
+                values + out,
+                out_s,
+                lifted,
+                one,
+                D,
+                W,
+                T,
+                VALUE_BITS,
+                GROUP,
+                0,
+                R,
+                False,
+            )
         else:
             decode_values_chunk(
                 row, first, count, head, values + out, out_s, one, D, W, T, VALUE_BITS, GROUP, MIDRISE, BOOK,
@@ -248,8 +275,24 @@ def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> 
     }
 
 
-def launch_shape(width: int) -> dict:
+def in_pairs(constants: dict, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether two channels can be decoded at a time."""
+    c = constants
+    return (
+        c["MIDRISE"]
+        and c["ALIGNED"]
+        and c["D"] >= 32
+        and c["D"] % 8 == 0
+        and {c["KEY_BITS"], c["VALUE_BITS"]} <= {2, 4, 16}
+        and all(t.dtype == torch.bfloat16 and t.data_ptr() % 4 == 0 for t in (keys, values))
+        and all(stride % 2 == 0 for stride in keys.stride()[:3])
+    )
+
+
+def launch_shape(width: int, pairs: bool) -> dict:
     """Tokens of a tile, and warps: a thread has 16 values, so that it reads its codes and centroid as words."""
+    if pairs:
+        return {"T": TILE, "num_warps": 1}
     return {"T": max(16, 2048 // width), "num_warps": 4 if width <= 128 else 8, "maxnreg": 96}
 
 
@@ -312,7 +355,7 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
     tokens, origin, aligned, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
-    grid = (2 * heads, len(tiles) + ceil_div(k.shape[1], CHUNK), batch)
+    grid = (heads, len(tiles) + ceil_div(k.shape[1], CHUNK), 2 * batch)
     arguments = (
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
         keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
@@ -320,4 +363,6 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
     if family:
         launch_rival(constants, family, grid, arguments)
     else:
-        launch(decode_kernel, grid, arguments, **constants, **launch_shape(constants["W"]))
+        pairs = in_pairs(constants, keys, values)
+        shape = launch_shape(constants["W"], pairs)
+        launch(decode_kernel, grid, (*arguments, PAIR_128), **constants, PAIRS=pairs, **shape)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..quantwm_core.codec.hadamard import hadamard_rotation
 from .launching import launch
-from .rows import copy_chunk, store_tile, turn, turn_chunk
+from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
 from .tiles import (
     CENTROIDS,
     CODES,
@@ -24,9 +24,6 @@ from .tiles import (
     OPERAND,
     PHASE,
     RAW,
-    RAW_B,
-    RAW_H,
-    RAW_S,
     SCALES,
     STAGES,
     START,
@@ -180,7 +177,7 @@ def decode_quarot_chunk(
         store_tile(target, target_stride, local, valid, value, D, W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "heads", "origin", "one"])
 def rival_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
     keys, values, out_b, out_s, out_h, heads, origin, one, signs, lengths,
@@ -189,12 +186,9 @@ def rival_kernel(
     CHUNK_: tl.constexpr, FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One program: up to CHUNK tokens of one head's keys or values; see `decode.decode_kernel`."""
-    head_side = tl.program_id(0)
-    h = (head_side // 2).to(tl.int64)
+    batch, h, is_key = own_head(heads)
     tile = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
     head = batch * heads + h
-    is_key = head_side % 2 == 0
     out = batch * out_b + h * out_h
     if tile >= tile_count:
         first = (tile - tile_count).to(tl.int64) * CHUNK_
@@ -210,15 +204,8 @@ def rival_kernel(
     count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
     out += (tl.load(row + START) + first - origin) * out_s
     if is_key:
-        raw = tl.load(row + KEYS + RAW)
-        if KEY_BITS == 16 or raw != 0:
-            source = raw.to(tl.pointer_type(keys.dtype.element_ty))
-            stride = tl.load(row + KEYS + RAW_S).to(tl.int32)
-            source += batch * tl.load(row + KEYS + RAW_B) + first * stride + h * tl.load(row + KEYS + RAW_H)
-            if ROTATED:
-                turn_chunk(row, first, source, stride, keys + out, out_s, count, D, W, T)
-            else:
-                copy_chunk(source, stride, keys + out, out_s, count, D, W, T)
+        if KEY_BITS == 16 or tl.load(row + KEYS + RAW) != 0:
+            copy_stored_chunk(row, KEYS, batch, h, first, count, keys + out, out_s, D, W, T, ROTATED)
         elif FAMILY == KIVI:
             decode_kivi_keys(
                 row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, ALIGNED, ROTATED
@@ -233,12 +220,8 @@ def rival_kernel(
                 ZEROS_WIDTH, 0, ALIGNED, ROTATED,
             )  # fmt: skip
     else:
-        raw = tl.load(row + VALUES + RAW)
-        if VALUE_BITS == 16 or raw != 0:
-            source = raw.to(tl.pointer_type(values.dtype.element_ty))
-            stride = tl.load(row + VALUES + RAW_S).to(tl.int32)
-            source += batch * tl.load(row + VALUES + RAW_B) + first * stride + h * tl.load(row + VALUES + RAW_H)
-            copy_chunk(source, stride, values + out, out_s, count, D, W, T)
+        if VALUE_BITS == 16 or tl.load(row + VALUES + RAW) != 0:
+            copy_stored_chunk(row, VALUES, batch, h, first, count, values + out, out_s, D, W, T, False)
         elif FAMILY == KIVI:
             decode_kivi_values(row, first, count, head, values + out, out_s, one, D, W, T, VALUE_BITS, GROUP, ALIGNED)
         elif FAMILY == QVG:

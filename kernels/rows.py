@@ -1,11 +1,22 @@
-"""Device functions: rows of keys or values in full precision, copied, turned by RoPE and stored."""
+"""Device functions: which tokens a program decodes, and rows in full precision, copied, turned by RoPE and stored."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .tiles import COS, SIN
+from .tiles import COS, RAW, RAW_B, RAW_H, RAW_S, SIN
+
+
+@triton.jit
+def own_head(heads):
+    """(batch entry, head in it, whether the program does keys) of a program of the grid (heads, chunks, 2 batch).
+
+    Keys come first, because they take longer: what is left at the end, when programs are too few, is short.
+    """
+    entries = tl.num_programs(2) // 2
+    batch = (tl.program_id(2) % entries).to(tl.int64)
+    return batch, tl.program_id(0).to(tl.int64), tl.program_id(2) < entries
 
 
 @triton.jit
@@ -56,3 +67,18 @@ def turn_chunk(
         x = tl.load(source + token[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
         turned = turn(row, first, token, valid, x.to(tl.float32), D, W, T)
         store_tile(target, target_stride, token, valid, turned, D, W)
+
+
+@triton.jit
+def copy_stored_chunk(
+    row, SIDE_: tl.constexpr, batch, h, first, count, target, target_stride,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Copy `count` rows of a piece that keeps its keys or values in full precision, from token `first` on."""
+    source = tl.load(row + SIDE_ + RAW).to(tl.pointer_type(target.dtype.element_ty))
+    stride = tl.load(row + SIDE_ + RAW_S).to(tl.int32)
+    source += batch * tl.load(row + SIDE_ + RAW_B) + first * stride + h * tl.load(row + SIDE_ + RAW_H)
+    if TURNED:
+        turn_chunk(row, first, source, stride, target, target_stride, count, D, W, T)
+    else:
+        copy_chunk(source, stride, target, target_stride, count, D, W, T)

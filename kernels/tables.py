@@ -55,11 +55,11 @@ for _side in "kv":
 NAMES_ALONG_TOKENS = {"k_scales": "k_group_scales", "k_low": "k_group_zeros"}
 
 # Tokens that one program handles.
-CHUNK = 256
+CHUNK = 128
 ALIGNMENT = 16
 # What kernels read several bytes at a time, if it is aligned. A layer's slice of a group can begin anywhere, but
 # of these it is long: with usual numbers of tokens it is aligned.
-READ_AS_WORDS = ("k_codes", "v_codes", "k_centroids", "v_centroids", "psac_c")
+READ_AS_WORDS = ("k_codes", "v_codes", "k_centroids", "v_centroids", "psac_c", "cos", "sin")
 
 
 # Methods by the kernels that decode them.

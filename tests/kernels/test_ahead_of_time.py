@@ -51,8 +51,9 @@ for family, form in enumerate((("kivi", 2, 2, 32), ("qvg-pro", 2, 2, 16), ("quar
 
 for form, width in FORMS:
     constants = decode.format_constants(tuple(tables.Format(*form).numbers()[:-1]), width, True)
-    shape, options = split(decode.launch_shape(constants["W"]))
-    build(decode.decode_kernel, constants | shape, options, capability)
+    for pairs in {False, form[0] == "quantwm"}:
+        shape, options = split(decode.launch_shape(constants["W"], pairs))
+        build(decode.decode_kernel, constants | shape | {"PAIRS": pairs}, options, capability)
     if form[0] == "quantwm":
         shape, options = split(attention.launch_shape(constants["W"], 4680))
         for correction in (0, 1, 2) if len(form) == 6 else (1,):

@@ -1,0 +1,285 @@
+"""decode_layer for `quantwm` in bfloat16, the usual case: tiles of 2- and 4-bit codes, two channels an instruction.
+
+A tile is pairs `[C T, 16]`: the first 32 channels of T tokens, then the next 32. One warp holds it as a matrix unit
+gives out its results if the columns of a product come in the order of `_column`, so that nothing changes its place.
+The centroid and its sum with the residual are rounded to bfloat16, where `tiles` rounds only the result.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .pairs import HALF, MINUS_64, MINUS_143, ONE, fma2, four_bit_pairs, halves, pair, two_bit_pairs
+from .tiles import (
+    CENTROIDS,
+    CODES,
+    COS,
+    COUNT,
+    GRID,
+    IDS,
+    OPERAND,
+    PSAC_C,
+    PSAC_C_FACTOR,
+    PSAC_C_SCALES,
+    PSAC_U,
+    SCALES,
+    SIN,
+    TOKENS,
+    TOP,
+    byte_pointer,
+    fetch_rows,
+    finish_rows,
+    log_scale,
+)
+
+# What one warp and a product of a matrix unit take at once.
+TILE = 16
+
+
+@triton.jit
+def _each_chunk(x, W: tl.constexpr):
+    """Values of tokens `[T]`, for the rows of a tile: `[C T]`."""
+    C: tl.constexpr = W // 32
+    return tl.reshape(tl.broadcast_to(x[None, :], (C, x.shape[0])), (C * x.shape[0],))
+
+
+@triton.jit
+def _each_token(x, T: tl.constexpr):
+    """Values of channels `[C, N]`, for the rows of a tile: `[C T, N]`."""
+    C: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, None, :], (C, T, N)), (C * T, N))
+
+
+@triton.jit
+def _columns(N: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
+    """Number of each column among all of a token, where N hold 32 channels: int32 `[C T, N]`."""
+    return (tl.arange(0, W // 32 * T) // T * N)[:, None] + tl.arange(0, N)[None, :]
+
+
+@triton.jit
+def open_pairs(
+    row, SIDE_: tl.constexpr, head, first, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Addresses (at token `first`) and constants of one head's keys or values in one span.
+
+    Returns (codes, scales, ids, book, half of the scales' factor, the codebook's grid).
+    """
+    groups: tl.constexpr = (D + GROUP - 1) // GROUP
+    scale_bits: tl.constexpr = 4 if BITS == 2 else 8
+    item = head * tl.load(row + TOKENS) + first
+    codes = byte_pointer(row, SIDE_ + CODES, item * (D * BITS // 8))
+    scales = byte_pointer(row, SIDE_ + SCALES, item * ((groups * scale_bits + 7) // 8))
+    ids = byte_pointer(row, SIDE_ + IDS, item)
+    book = byte_pointer(row, SIDE_ + CENTROIDS, head * tl.load(row + SIDE_ + COUNT) * (D // 2))
+    top = tl.load(tl.load(row + SIDE_ + TOP).to(tl.pointer_type(tl.bfloat16)) + head).to(tl.float32)
+    grid = tl.load(row + SIDE_ + GRID).to(tl.pointer_type(tl.bfloat16)) + head * (2 * D)
+    return codes, scales, ids, book, top * 0.5, grid.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def fetch_ids(side, tokens, count):
+    """Centroids of tokens `[T]`, counted from where `side` was opened."""
+    return tl.load(side[2] + tokens, mask=tokens < count, other=0).to(tl.int32)
+
+
+@triton.jit
+def _fetch_eights(pointer, rows, valid, D: tl.constexpr, W: tl.constexpr, BYTES: tl.constexpr):
+    """Words of BYTES bytes that hold eight channels each, of rows `[T]`: int32 `[C T, 4]`."""
+    # One word a thread, as it writes the eight channels: wider reads would have to change hands.
+    column = tl.max_contiguous(_columns(4, W, rows.shape[0]), (1, 1))
+    if BYTES == 2:
+        pointer = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint16)), 2)
+    else:
+        pointer = tl.multiple_of(pointer.to(tl.pointer_type(tl.int32)), 4)
+    mask = _each_chunk(valid, W)[:, None]
+    if D < W:
+        mask = mask & (column < D // 8)
+    return tl.load(pointer + _each_chunk(rows, W)[:, None] * (D // 8) + column, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def _fetch(
+    side, correction, tokens, count, ids,
+    D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """What tokens `[T]` store, for `_finish`: codes, scales, centroids, coefficients and their scales as they lie."""
+    groups: tl.constexpr = (D + GROUP - 1) // GROUP
+    scale_bits: tl.constexpr = 4 if BITS == 2 else 8
+    width: tl.constexpr = (groups * scale_bits + 7) // 8
+    valid = tokens < count
+    code = _fetch_eights(side[0], tokens, valid, D, W, BITS)
+    centroid = _fetch_eights(side[3], ids, valid, D, W, 4)
+    group = tl.arange(0, W // GROUP if W > GROUP else 1)
+    mask = valid[:, None] & (group < groups)[None, :]
+    scale = tl.load(side[1] + tokens[:, None] * width + (group * scale_bits // 8)[None, :], mask=mask, other=0)
+    rows, unit = code, scale
+    if RANK:
+        rows, unit = fetch_rows(correction, tokens, valid, RANK, R, True, True)
+    return code, scale, centroid, rows, unit
+
+
+@triton.jit
+def _spread(per_group, T: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr):
+    """`[T, G]` -> `[C T, 16]`: every pair gets its group's value."""
+    if GROUP >= 32:
+        G: tl.constexpr = per_group.shape[1]
+        wide = tl.broadcast_to(tl.trans(per_group)[:, None, :, None], (G, W // 32 // G, T, 16))
+    else:
+        parts: tl.constexpr = 32 // GROUP
+        by_chunk = tl.permute(tl.reshape(per_group, (T, W // 32, parts)), (1, 0, 2))
+        wide = tl.broadcast_to(by_chunk[:, :, :, None], (W // 32, T, parts, 16 // parts))
+    return tl.reshape(wide, (W // 32 * T, 16))
+
+
+@triton.jit
+def finish_pairs(
+    side,
+    code,
+    scale,
+    centroid,
+    lifted,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    W: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Centroid plus residual, a tile of pairs."""
+    _, _, _, _, top, grid = side
+    column = _columns(16, W, 1)
+    # Read anew for each tile: kept, they would take a fifth of the registers, and more warps than that hide more.
+    low = tl.load(grid + column, mask=column < D // 2, other=0)
+    step = tl.load(grid + D // 2 + column, mask=column < D // 2, other=0)
+    G: tl.constexpr = W // GROUP if W > GROUP else 1
+    scale_bits: tl.constexpr = 4 if BITS == 2 else 8
+    shift = tl.arange(0, G) * scale_bits % 8
+    scale_code = (scale.to(tl.int32) >> shift[None, :]) & ((1 << scale_bits) - 1)
+    factor = log_scale(scale_code, scale_bits, 2 if BITS == 2 else 16) * top
+    if BITS == 2:
+        unit = two_bit_pairs(code, lifted)
+    else:
+        unit = four_bit_pairs(code, lifted, ONE, MINUS_143)
+    base = fma2(four_bit_pairs(centroid, lifted, HALF, MINUS_64), _each_token(step, T), _each_token(low, T))
+    return fma2(unit, _spread(pair(factor, factor), T, W, GROUP), base)
+
+
+@triton.jit
+def store_pairs(target, stride, tokens, count, value, D: tl.constexpr, W: tl.constexpr):
+    """Write a tile as rows of D channels, `stride` pairs apart."""
+    column = _columns(16, W, tokens.shape[0])
+    mask = _each_chunk(tokens < count, W)[:, None]
+    if D < W:
+        mask = mask & (column < D // 2)
+    tl.store(target + _each_chunk(tokens, W)[:, None] * stride + column, value, mask=mask)
+
+
+@triton.jit
+def _column(place):
+    """Channel of column `place` of a product: a thread's results are then eight channels in a row of each 32."""
+    return (place & -32) + ((place >> 1) & 3) * 8 + ((place >> 3) & 3) * 2 + (place & 1)
+
+
+@triton.jit
+def open_rows(row, head, first, RANK: tl.constexpr):
+    """As `tiles.open_correction` for dense coefficients of few bits, with neither bitmap nor basis."""
+    present = tl.load(row + PSAC_U) != 0
+    items = head * tl.load(row + TOKENS) + first
+    coefficients = byte_pointer(row, PSAC_C, items * ((RANK + 1) // 2))
+    scales = byte_pointer(row, PSAC_C_SCALES, items)
+    factors = tl.load(row + PSAC_C_FACTOR).to(tl.pointer_type(tl.bfloat16))
+    factor = tl.load(factors + head, mask=present, other=0.0).to(tl.float32)
+    return coefficients, scales, factor, present, present, present
+
+
+@triton.jit
+def load_basis(row, head, D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr):
+    """The correction's basis bf16 `[R, W]` in the order of `_column`; zero where there is none."""
+    channel = _column(tl.arange(0, W))
+    rank = tl.arange(0, R)
+    address = tl.load(row + PSAC_U)
+    basis = address.to(tl.pointer_type(tl.bfloat16)) + head * (D * RANK)
+    inside = (address != 0) & (channel < D)[:, None] & (rank < RANK)[None, :]
+    return tl.trans(tl.load(basis + channel[:, None] * RANK + rank[None, :], mask=inside, other=0.0).to(OPERAND))
+
+
+@triton.jit
+def correct_pairs(correction, basis, codes, scale, one, value, T: tl.constexpr, W: tl.constexpr, R: tl.constexpr):
+    """`value` plus C U^T, a tile of pairs."""
+    short, unit = finish_rows(correction, codes, scale, one, T, R, True)
+    along = tl.dot(short.to(OPERAND), basis, out_dtype=tl.float32)
+    parts = tl.permute(tl.reshape(along, (T, W // 32, 4, 4, 2)), (1, 0, 3, 2, 4))
+    even, odd = tl.split(tl.reshape(parts, (W // 32 * T, 16, 2)))
+    unit = _each_chunk(pair(unit, unit), W)[:, None]
+    return fma2(pair(even, odd), tl.broadcast_to(unit, value.shape), value)
+
+
+@triton.jit
+def _turn(row, first, tokens, count, value, D: tl.constexpr, W: tl.constexpr):
+    """RoPE of keys at `tokens`, counted from `first`; as they are where the piece has no angles."""
+    cosines = tl.multiple_of(tl.load(row + COS).to(tl.pointer_type(tl.float32)) + first * (D // 2), 16)
+    sines = tl.multiple_of(tl.load(row + SIN).to(tl.pointer_type(tl.float32)) + first * (D // 2), 16)
+    column = _columns(16, W, tokens.shape[0])
+    mask = _each_chunk(tokens < count, W)[:, None] & (column < D // 2) & (tl.load(row + COS) != 0)
+    offset = _each_chunk(tokens, W)[:, None] * (D // 2) + column
+    cos = tl.load(cosines + offset, mask=mask, other=1.0)
+    sin = tl.load(sines + offset, mask=mask, other=0.0)
+    a, b = halves(value)
+    return pair(a * cos - b * sin, a * sin + b * cos)
+
+
+@triton.jit
+def _finish(
+    row, first, tokens, count, target, stride, side, correction, basis, fetched, lifted, one,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    RANK: tl.constexpr, R: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Decode and write a tile."""
+    code, scale, centroid, rows, unit = fetched
+    value = finish_pairs(side, code, scale, centroid, lifted, D, T, W, BITS, GROUP)
+    if ROTATED:
+        value = _turn(row, first, tokens, count, value, D, W)
+    if RANK:
+        value = correct_pairs(correction, basis, rows, unit, one, value, T, W, R)
+    store_pairs(target, stride, tokens, count, value, D, W)
+
+
+@triton.jit
+def decode_pairs_chunk(
+    row, SIDE_: tl.constexpr, first, count, head, target, stride, lifted, one,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    RANK: tl.constexpr, R: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of `count` tokens from `first` on; with a RANK, correction included.
+
+    While a tile is worked on, the next one is read, and the centroid ids of the one after it. Two tiles a turn, so
+    that what was read for one stays in its registers: moved to the other's, it would be waited for.
+    """
+    target = target.to(tl.pointer_type(tl.int32))
+    stride = stride // 2
+    tokens = tl.arange(0, T)
+    side = open_pairs(row, SIDE_, head, first, D, W, BITS, GROUP)
+    ids = fetch_ids(side, tokens, count)
+    correction = side
+    basis = ids
+    if RANK:
+        correction = open_rows(row, head, first, RANK)
+    even = _fetch(side, correction, tokens, count, ids, D, W, BITS, GROUP, RANK, R)
+    ids = fetch_ids(side, tokens + T, count)
+    if RANK:
+        basis = load_basis(row, head, D, W, RANK, R)
+    for offset in range(0, count, 2 * T):
+        tokens = offset + tl.arange(0, T)
+        odd = _fetch(side, correction, tokens + T, count, ids, D, W, BITS, GROUP, RANK, R)
+        ids = fetch_ids(side, tokens + 2 * T, count)
+        _finish(
+            row, first, tokens, count, target, stride, side, correction, basis, even,
+            lifted, one, D, W, T, BITS, GROUP, RANK, R, ROTATED,
+        )  # fmt: skip
+        even = _fetch(side, correction, tokens + 2 * T, count, ids, D, W, BITS, GROUP, RANK, R)
+        ids = fetch_ids(side, tokens + 3 * T, count)
+        _finish(
+            row, first, tokens + T, count, target, stride, side, correction, basis, odd,
+            lifted, one, D, W, T, BITS, GROUP, RANK, R, ROTATED,
+        )  # fmt: skip
