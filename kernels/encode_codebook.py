@@ -6,6 +6,7 @@ Workspace of k-means: the sums of each program's share of the tokens, about 17 M
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -211,7 +212,8 @@ def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None)
     n = batch * heads
     sample = min(tokens, SAMPLE_PER_CENTROID * count)
     padded, wide = _padded(count), next_power(width)
-    channels = min(wide, _channels(x.device))
+    # Channels whose sums one program holds.
+    channels = min(wide, 128 if large_blocks(x.device) else 64)
     share = TILE * ceil_div(sample, TILE * max(1, PROGRAMS // (n * (wide // channels))))
     parts = ceil_div(sample, share)
     new, strides = x.new_empty, x.stride()[:3]
@@ -236,11 +238,10 @@ def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None)
     return centroids
 
 
-def _channels(device: torch.device) -> int:
-    """Channels whose sums one program holds: 128 where a block may have more than the 99 KiB of a gaming GPU."""
-    if device.type != "cuda":
-        return 64
-    return 128 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 128 << 10 else 64
+@lru_cache
+def large_blocks(device: torch.device) -> bool:
+    """Whether a block may have clearly more shared memory than the 99 KiB of a gaming GPU."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 128 << 10
 
 
 def _round_launch(padded: int) -> dict:

@@ -59,6 +59,10 @@ def prepared(kernels, core, x, count, bits=2, group=64, candidates=4):
     )
 
 
+def operands_of(kernels, given, x):
+    return kernels.encode_codebook.codebook_operands(given.book, given.moment, x.dtype)
+
+
 def eager_codes(core, residual, feedback, wanted, bits, group):
     """The eager twin of `encode_residual`, given steps; also where on the grid each value fell before rounding."""
     scale_bits, per_octave = core.midrise.scale_format(bits)
@@ -202,6 +206,29 @@ def test_query_sensitive_choice(kernels, core, device, count, candidates):
     expected = core.qsac.assign_query_sensitive(rows, centroids, weights, 32, candidates)
     # Distances are computed from bf16 operands, so candidates that are all but equally near may be others.
     assert (given.match.ids != expected).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("candidates", [1, 4, 8])
+def test_programs_of_several_tiles_choose_as_one_tile_does(kernels, core, device, monkeypatch, width, candidates):
+    """Shares of more than a tile, the last of them short; tokens choose on their own, so cuts must not matter."""
+    x = tokens_of(device, tokens=330, heads=2, width=width)
+    given = prepared(kernels, core, x, 100, candidates=candidates)
+    monkeypatch.setattr(kernels.encode_match, "NEAREST_PROGRAMS", 4)
+    monkeypatch.setattr(kernels.encode_match, "STEPS_PROGRAMS", 6)
+    found = kernels.encode_match.match(x, given.book, operands_of(kernels, given, x), 2, 64, candidates)
+    assert torch.equal(found.ids, given.match.ids) and torch.equal(found.wanted, given.match.wanted)
+    assert found.peaks.shape[1] == 3 and torch.equal(found.peaks.amax(1), given.match.peaks.amax(1))
+
+
+@pytest.mark.parametrize("candidates", [1, 4])
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+def test_tokens_that_are_no_numbers_take_a_centroid_that_exists(kernels, core, device, junk, candidates):
+    x = tokens_of(device, tokens=80)
+    given = prepared(kernels, core, x, 5)
+    x[:, 7] = junk
+    found = kernels.encode_match.match(x, given.book, operands_of(kernels, given, x), 2, 64, candidates)
+    assert (found.ids < 5).all()
 
 
 def encoded(kernels, core, device, k, v, method=None, stats=None, state=None, **settings):

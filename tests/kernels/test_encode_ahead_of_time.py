@@ -60,4 +60,4 @@ def test_encode_kernels_compile(builds, capability):
     output, _ = builds[capability].communicate(timeout=600)
     assert builds[capability].returncode == 0, output[-2000:]
     built = {line.split()[0] for line in output.splitlines()}
-    assert {"_match_kernel", "_residual_kernel", "_basis_kernel"} <= built
+    assert {"_nearest_kernel", "_steps_kernel", "_residual_kernel", "_basis_kernel"} <= built
