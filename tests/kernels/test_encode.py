@@ -10,7 +10,7 @@ import torch
 from benchmarks.bare_pack import bare_module
 from support.kernels import INTERPRETED
 
-STAGES = ("encode", "encode_codebook", "encode_match", "encode_residual", "statistics")
+STAGES = ("encode", "encode_codebook", "encode_match", "encode_nearest", "encode_residual", "statistics")
 CODEC = ("codebook", "feedback", "groups", "kmeans", "midrise", "psac", "qsac")
 
 
@@ -156,8 +156,11 @@ def test_rounded_centroids_are_those_of_the_eager_twin(kernels, core, device, sh
     assert torch.equal(book.codes, expected.codes) and torch.equal(book.grid, expected.grid)
 
 
+@pytest.mark.parametrize("wgmma", [False, True], ids=["registers", "wgmma"])
 @pytest.mark.parametrize("count", [1, 5, 70])
-def test_centroids_serve_as_well_as_the_eager_twins(kernels, core, device, count):
+def test_centroids_serve_as_well_as_the_eager_twins(kernels, core, device, monkeypatch, count, wgmma):
+    if INTERPRETED:
+        monkeypatch.setattr(kernels.encode_codebook, "has_wgmma", lambda device: wgmma)
     x = tokens_of(device, tokens=150)
     rows = core.span.by_heads(x)
 
@@ -214,7 +217,7 @@ def test_programs_of_several_tiles_choose_as_one_tile_does(kernels, core, device
     """Shares of more than a tile, the last of them short; tokens choose on their own, so cuts must not matter."""
     x = tokens_of(device, tokens=330, heads=2, width=width)
     given = prepared(kernels, core, x, 100, candidates=candidates)
-    monkeypatch.setattr(kernels.encode_match, "NEAREST_PROGRAMS", 4)
+    monkeypatch.setattr(kernels.encode_nearest, "PROGRAMS", 4)
     monkeypatch.setattr(kernels.encode_match, "STEPS_PROGRAMS", 6)
     found = kernels.encode_match.match(x, given.book, operands_of(kernels, given, x), 2, 64, candidates)
     assert torch.equal(found.ids, given.match.ids) and torch.equal(found.wanted, given.match.wanted)
