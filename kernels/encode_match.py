@@ -23,12 +23,11 @@ from .launching import launch
 from .sizes import next_power
 from .tiles import unpack
 
-# Programs over all heads: eight for each multiprocessor of a large GPU.
-STEPS_TILE, STEPS_PROGRAMS = 32, 1056
-STEPS_LAUNCH = {"num_warps": 4, "maxnreg": 168}
-# Words of 4-bit codes that a thread takes of a token: with more of them, fewer threads share a group's minimum, but
-# each holds more constants of channels.
-STEPS_WORDS = 2
+# Three programs for each multiprocessor of a large GPU.
+STEPS_TILE, STEPS_PROGRAMS = 32, 396
+# WORDS of 4-bit codes that a thread takes of a token: with more of them fewer threads share a group's minimum, but each
+# holds more constants of channels. With STAGES tiles are read ahead, and with them the centroids that they may take.
+STEPS_LAUNCH = {"WORDS": 2, "STAGES": 2, "num_warps": 4, "maxnreg": 168}
 STEP_OVER_RMS = tl.constexpr(TWO_BIT_STEP)
 
 
@@ -79,7 +78,7 @@ def _load_codes(book, ids, valid, D: tl.constexpr, W: tl.constexpr, WORDS: tl.co
 def _steps_kernel(
     x, book, grid, weights, nearest, ids_out, wanted_out, peaks_out,
     tokens, heads, count, share, stride_b, stride_s, stride_h, one,
-    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, WORDS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Of the nearest centroids the one that leaves the cheapest ranges, and the steps of what it leaves.
@@ -99,7 +98,7 @@ def _steps_kernel(
         weight = tl.load(weights + n * D + column, mask=column < D, other=0.0)
         group_weight = tl.sum(tl.reshape(weight, (W // GROUP, GROUP)), axis=1)[None, :]
     peak = tl.zeros((T,), tl.float32)
-    for start in range(part * share, tl.minimum((part + 1) * share, tokens), T):
+    for start in tl.range(part * share, tl.minimum((part + 1) * share, tokens), T, num_stages=STAGES):
         token = start + tl.arange(0, T)
         valid = token < tokens
         place = source + token.to(tl.int64)[:, None] * stride_s + column[None, :]
@@ -155,7 +154,7 @@ def match(
         tokens, heads, count, share, *x.stride()[:3], FLOAT_ONE,
     )  # fmt: skip
     launch(
-        _steps_kernel, (n, parts), arguments, D=width, W=max(wide, group_size), T=STEPS_TILE, WORDS=STEPS_WORDS,
+        _steps_kernel, (n, parts), arguments, D=width, W=max(wide, group_size), T=STEPS_TILE,
         BITS=bits, GROUP=group_size, GROUPS=groups, CANDIDATES=candidates, **STEPS_LAUNCH,
     )  # fmt: skip
     return result
