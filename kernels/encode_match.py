@@ -119,7 +119,7 @@ def _steps_kernel(
                 codes = tl.where(better[:, None], own_codes, codes)
                 cost = tl.minimum(own_cost, cost)
             tl.store(ids_out + n * tokens + token, ids.to(tl.uint8), mask=valid)
-        # Both terms are exact, so this rounds once, as the eager twin does.
+        # Both terms are exact (`tiles.open_side`), so this rounds once, as the eager twin does.
         units = unpack(codes, one, 4, T, W)
         residual = rows - tl.fma(step + tl.zeros_like(units), units, base + tl.zeros_like(units))
         if D < W:
