@@ -1,7 +1,8 @@
 """Packing a span for `quantwm`: the stages of the method on kernels, without a float copy of keys and values.
 
-Workspace beside the stored span, per head and token: 4 bytes a group of steps (keys and values, one after the other)
-and 4 bytes a direction of coefficients; per head: four tables of centroids. Nothing waits for the device.
+Workspace beside the stored span, per head and token: 4 bytes a group of steps (keys and values, one after the other),
+4 bytes of candidates (8 if more than four) and 4 bytes a direction of coefficients; per head: four tables of centroids.
+Nothing waits for the device.
 """
 
 from __future__ import annotations

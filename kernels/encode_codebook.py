@@ -6,6 +6,7 @@ Workspace of k-means: the sums of each program's share of the tokens, about 17 M
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -92,14 +93,24 @@ def _start_kernel(
 
 
 @triton.jit
+def _scattered(start, step, tokens, T: tl.constexpr):
+    """Tokens int32 `[T]` of a sample (`kmeans.scattered_tokens`) from its item `start` on."""
+    # Only the first needs a division in each tile: how far the others are from it is the same in all.
+    hop = (tl.arange(0, T).to(tl.int64) * step % tokens).to(tl.int32)
+    token = ((tl.zeros((1,), tl.int64) + start) * step % tokens).to(tl.int32) + hop
+    return tl.where(token < tokens, token, token - tokens)
+
+
+@triton.jit
 def _round_kernel(
     x, points, bias, sums, sizes, tokens, heads, count, sample, step, share, stride_b, stride_s, stride_h,
-    D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, T: tl.constexpr, WGMMA: tl.constexpr,
 ):  # fmt: skip
     """Sums and sizes of the clusters of a share of the sample; one program a head, share and C channels.
 
     Who belongs to which centroid is a matrix of zeros and ones, so that a matrix product adds the tokens up: always in
-    the same order, and faster than additions in memory.
+    the same order, and faster than additions in memory. With WGMMA that matrix is the right operand: as the left one
+    it would come from registers, and then each product waits for the one before.
     """
     n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -111,23 +122,30 @@ def _round_kernel(
     operand = points + (n * count + index)[:, None] * D
     centred = as_operand(tl.load(operand + column[None, :], mask=mask, other=0.0))
     offset = centroid_bias(bias, n, count, index, D, W)
-    total = tl.zeros((KP, C), tl.float32)
+    total = tl.zeros((C, KP) if WGMMA else (KP, C), tl.float32)
     size = tl.zeros((KP,), tl.float32)
     for first in range(part * share, tl.minimum((part + 1) * share, sample), T):
         place = first + tl.arange(0, T)
         valid = place < sample
-        token = (place.to(tl.int64) * step) % tokens
-        rows = source + token[:, None] * stride_s
+        rows = source + _scattered(first, step, tokens, T).to(tl.int64)[:, None] * stride_s
         value = as_operand(tl.load(rows + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0))
         dots = tl.dot(centred, tl.trans(value), input_precision="ieee")
         distance = with_index(offset[:, None] - dots, index[:, None])
-        member = tl.where((distance == tl.min(distance, axis=0)[None, :]) & valid[None, :], 1.0, 0.0)
+        # Nothing equals NaN.
+        nearest = tl.where(valid, tl.min(distance, axis=0), float("nan"))
+        member = tl.where(distance == nearest[None, :], 1.0, 0.0)
         size += tl.sum(member, axis=1)
         mine = value
         if C != W:
             mine = as_operand(tl.load(rows + own[None, :], mask=valid[:, None] & (own < D)[None, :], other=0.0))
-        total = tl.dot(member.to(mine.dtype), mine, total, input_precision="ieee")
+        member = member.to(mine.dtype)
+        if WGMMA:
+            total = tl.dot(tl.trans(mine), tl.trans(member), total, input_precision="ieee")
+        else:
+            total = tl.dot(member, mine, total, input_precision="ieee")
     row = (part.to(tl.int64) * tl.num_programs(0) + n) * count + index
+    if WGMMA:
+        total = tl.trans(total)
     tl.store(sums + row[:, None] * D + own[None, :], total, mask=(index < count)[:, None] & (own < D)[None, :])
     if tl.program_id(2) == 0:
         tl.store(sizes + row, size, mask=index < count)
@@ -211,7 +229,9 @@ def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None)
     n = batch * heads
     sample = min(tokens, SAMPLE_PER_CENTROID * count)
     padded, wide = _padded(count), next_power(width)
-    channels = min(wide, _channels(x.device))
+    # Channels whose sums one program holds. With 128 of them an RTX 4090 has too little shared memory, and for an A100
+    # the compiler makes no use of registers.
+    channels = min(wide, 128 if has_wgmma(x.device) else 64)
     share = TILE * ceil_div(sample, TILE * max(1, PROGRAMS // (n * (wide // channels))))
     parts = ceil_div(sample, share)
     new, strides = x.new_empty, x.stride()[:3]
@@ -229,23 +249,24 @@ def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None)
         launch(
             _round_kernel, (n, parts, wide // channels),
             (x, points, bias, sums, sizes, tokens, heads, count, sample, scatter_step(tokens), share, *strides),
-            D=width, W=wide, C=channels, KP=padded, T=TILE, **_round_launch(padded),
+            D=width, W=wide, C=channels, KP=padded, T=TILE, **_round_launch(padded, wide, x.device),
         )  # fmt: skip
         arguments = (centroids, middles, points, bias, sums, sizes, count)
         launch(_update_kernel, slices, arguments, D=width, KP=padded, PARTS=parts, **SLICE_LAUNCH)
     return centroids
 
 
-def _channels(device: torch.device) -> int:
-    """Channels whose sums one program holds: 128 where a block may have more than the 99 KiB of a gaming GPU."""
-    if device.type != "cuda":
-        return 64
-    return 128 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 128 << 10 else 64
+@lru_cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether Triton computes products by warp groups there, from operands in shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _round_launch(padded: int) -> dict:
+def _round_launch(padded: int, wide: int, device: torch.device) -> dict:
     """A warp for each 32 centroids: their sums and distances just fit a thread's registers."""
-    return {"num_warps": max(4, padded // 32), "num_stages": 2}
+    # Wider heads leave no shared memory for the matrix of zeros and ones.
+    wgmma = wide <= 128 and has_wgmma(device)
+    return {"WGMMA": wgmma, "num_warps": max(4, padded // 32), "num_stages": 3 if wgmma else 2}
 
 
 def round_codebook(

@@ -1,4 +1,8 @@
-"""Which centroid each token takes, and the steps of what is left: one pass over keys or values."""
+"""Which centroid each token takes, and the steps of what is left.
+
+Two passes over keys or values: distances, which are matrix products, and then everything that goes channel by channel.
+In one pass both would share registers, which are too few for the distances to 256 centroids and a token's channels.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +15,25 @@ import triton.language as tl
 from ..quantwm_core.codec.codebook import Codebook
 from ..quantwm_core.codec.groups import group_count
 from ..quantwm_core.codec.midrise import TWO_BIT_STEP
-from ..quantwm_core.codec.qsac import BUCKETS
+from .decode import FLOAT_ONE
 from .encode_codebook import Operands
-from .encode_tiles import (
-    as_operand,
-    centroid_bias,
-    head_pointer,
-    index_of,
-    load_centroids,
-    load_grid,
-    load_units,
-    with_index,
-)
+from .encode_nearest import find_nearest, shares
+from .encode_tiles import head_pointer, load_grid
 from .launching import launch
-from .sizes import ceil_div, next_power
+from .sizes import next_power
+from .tiles import unpack
 
-TILE = 64
-LAUNCH = {"num_warps": 4, "num_stages": 2}
-# Two to the 127th: farther than any centroid, and index 0 where only NaN was found.
-FARTHEST = tl.constexpr(2.0**127)
+# Three programs for each multiprocessor of a large GPU.
+STEPS_TILE, STEPS_PROGRAMS = 32, 396
+# WORDS of 4-bit codes that a thread takes of a token: with more of them fewer threads share a group's minimum, but each
+# holds more constants of channels. With STAGES tiles are read ahead, and with them the centroids that they may take.
+STEPS_LAUNCH = {"WORDS": 2, "STAGES": 2, "num_warps": 4, "maxnreg": 168}
 STEP_OVER_RMS = tl.constexpr(TWO_BIT_STEP)
 
 
 @dataclass
 class Match:
-    """ids uint8 `[N, S]`; wanted steps float `[N, S, G]`; peaks float `[N, tiles]`, the largest step of each tile."""
+    """ids uint8 `[N, S]`; wanted steps float `[N, S, G]`; peaks float `[N, parts]`, the largest of each part of S."""
 
     ids: torch.Tensor
     wanted: torch.Tensor
@@ -69,70 +67,68 @@ def _group_steps(residual, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 
 
 @triton.jit
-def _by_range(
-    rows, candidates, weight, book, low, step, n, count, valid,
-    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    """Ids `[T]` of the centroids that leave the cheapest ranges, among the nearest (`with_index`, `[T, buckets]`)."""
-    group_weight = tl.sum(tl.reshape(weight, (W // GROUP, GROUP)), axis=1)[None, :]
-    # x - centroid = (x - low + 16 step) - 16 step (1 + code / 16)
-    lifted = rows - (low - 16.0 * step)[None, :]
-    cost = tl.full((T,), float("inf"), tl.float32)
-    ids = tl.zeros((T,), tl.int32)
-    for turn in tl.static_range(CANDIDATES):
-        nearest = tl.min(candidates, axis=1)
-        own_ids = tl.where(nearest == FARTHEST, ids, index_of(nearest))
-        units = load_units(book, n, count, own_ids, valid, 0, D, W)
-        ranges = _group_ranges(lifted - (16.0 * step)[None, :] * units, D, W, GROUP, T)
-        own = tl.sum(group_weight * ranges * ranges, axis=1)
-        if turn == 0:
-            ids = own_ids
-            cost = own
-        else:
-            ids = tl.where(own < cost, own_ids, ids)
-            cost = tl.minimum(own, cost)
-        candidates = tl.where(candidates == nearest[:, None], FARTHEST, candidates)
-    return ids
+def _load_codes(book, ids, valid, D: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr):
+    """Rows `ids` `[T]` of a head's 4-bit codebook, int32 `[T, W / 8]`, WORDS of them in a thread."""
+    word = tl.max_contiguous(tl.arange(0, W // 8), WORDS)
+    place = book.to(tl.pointer_type(tl.int32)) + ids[:, None] * (D // 8) + word[None, :]
+    return tl.load(place, mask=valid[:, None] & (word < D // 8)[None, :], other=0)
 
 
 @triton.jit
-def _match_kernel(
-    x, book, grid, points, bias, weights, ids_out, wanted_out, peaks_out,
-    tokens, heads, count, stride_b, stride_s, stride_h,
-    D: tl.constexpr, W: tl.constexpr, KC: tl.constexpr, T: tl.constexpr,
+def _steps_kernel(
+    x, book, grid, weights, nearest, ids_out, wanted_out, peaks_out,
+    tokens, heads, count, share, stride_b, stride_s, stride_h, one,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """One program a head and tile of tokens; centroids come KC at a time, and of each bucket the nearest is kept."""
+    """Of the nearest centroids the one that leaves the cheapest ranges, and the steps of what it leaves.
+
+    One program a head and share of tokens.
+    """
     n = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    token = tile * T + tl.arange(0, T)
-    valid = token < tokens
-    column = tl.arange(0, W)
-    source = head_pointer(x, n, heads, stride_b, stride_h) + token.to(tl.int64)[:, None] * stride_s + column[None, :]
-    stored = tl.load(source, mask=valid[:, None] & (column < D)[None, :], other=0.0)
-    best = tl.full((T, KC), FARTHEST, tl.float32)
-    for first in range(0, count, KC):
-        index = first + tl.arange(0, KC)
-        mask = (index < count)[:, None] & (column < D)[None, :]
-        point = tl.load(points + (n * count + index)[:, None] * D + column[None, :], mask=mask, other=0.0)
-        dots = tl.dot(as_operand(stored), tl.trans(as_operand(point)), input_precision="ieee")
-        offset = centroid_bias(bias, n, count, index, D, W)
-        best = tl.minimum(best, with_index(offset[None, :] - dots, index[None, :]))
-    rows = stored.to(tl.float32)
+    part = tl.program_id(1)
+    column, group = tl.arange(0, W), tl.arange(0, W // GROUP)
+    source = head_pointer(x, n, heads, stride_b, stride_h)
+    own_book = book + n * count * (D // 2)
+    # A centroid is low + step code = base + 16 step (1 + code / 16).
     low, step = load_grid(grid, n, 0, D, W)
+    step = 16.0 * step[None, :]
+    base = low[None, :] - step
     if CANDIDATES > 1:
         weight = tl.load(weights + n * D + column, mask=column < D, other=0.0)
-        ids = _by_range(rows, best, weight, book, low, step, n, count, valid, D, W, T, GROUP, CANDIDATES)
-    else:
-        ids = index_of(tl.min(best, axis=1))
-    tl.store(ids_out + n * tokens + token, ids.to(tl.uint8), mask=valid)
-    centroids = load_centroids(book, low, step, n, count, ids, valid, 0, D, W)
-    residual = tl.where(valid[:, None] & (column < D)[None, :], rows - centroids, 0.0)
-    wanted = _group_steps(residual, BITS, D, W, GROUP, T)
-    group = tl.arange(0, W // GROUP)
-    pointer = wanted_out + (n * tokens + token)[:, None] * GROUPS + group[None, :]
-    tl.store(pointer, wanted, mask=valid[:, None] & (group < GROUPS)[None, :])
-    tl.store(peaks_out + n * tl.num_programs(1) + tile, tl.max(tl.max(wanted, axis=1), axis=0))
+        group_weight = tl.sum(tl.reshape(weight, (W // GROUP, GROUP)), axis=1)[None, :]
+    peak = tl.zeros((T,), tl.float32)
+    for start in tl.range(part * share, tl.minimum((part + 1) * share, tokens), T, num_stages=STAGES):
+        token = start + tl.arange(0, T)
+        valid = token < tokens
+        place = source + token.to(tl.int64)[:, None] * stride_s + column[None, :]
+        rows = tl.load(place, mask=valid[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
+        taken = tl.load(nearest + n * tokens + token, mask=valid, other=0)
+        ids = taken.to(tl.int32) & 255
+        codes = _load_codes(own_book, ids, valid, D, W, WORDS)
+        if CANDIDATES > 1:
+            lifted = rows - base
+            cost = tl.full((T,), float("inf"), tl.float32)
+            for turn in tl.static_range(CANDIDATES):
+                own_ids = (taken >> (8 * turn)).to(tl.int32) & 255
+                own_codes = _load_codes(own_book, own_ids, valid, D, W, WORDS)
+                ranges = _group_ranges(lifted - step * unpack(own_codes, one, 4, T, W), D, W, GROUP, T)
+                own_cost = tl.sum(group_weight * ranges * ranges, axis=1)
+                better = own_cost < cost
+                ids = tl.where(better, own_ids, ids)
+                codes = tl.where(better[:, None], own_codes, codes)
+                cost = tl.minimum(own_cost, cost)
+            tl.store(ids_out + n * tokens + token, ids.to(tl.uint8), mask=valid)
+        # Both terms are exact (`tiles.open_side`), so this rounds once, as the eager twin does.
+        units = unpack(codes, one, 4, T, W)
+        residual = rows - tl.fma(step + tl.zeros_like(units), units, base + tl.zeros_like(units))
+        if D < W:
+            residual = tl.where((column < D)[None, :], residual, 0.0)
+        wanted = tl.where(valid[:, None], _group_steps(residual, BITS, D, W, GROUP, T), 0.0)
+        pointer = wanted_out + (n * tokens + token)[:, None] * GROUPS + group[None, :]
+        tl.store(pointer, wanted, mask=valid[:, None] & (group < GROUPS)[None, :])
+        peak = tl.maximum(peak, tl.max(wanted, axis=1))
+    tl.store(peaks_out + n * tl.num_programs(1) + part, tl.max(peak, axis=0))
 
 
 def match(
@@ -142,20 +138,23 @@ def match(
     batch, tokens, heads, width = x.shape
     n, count = batch * heads, book.codes.shape[1]
     candidates = min(candidates, count)
-    groups, tiles = group_count(width, group_size), ceil_div(tokens, TILE)
+    groups, wide = group_count(width, group_size), next_power(width)
+    share, parts = shares(tokens, n, STEPS_TILE, STEPS_PROGRAMS)
     result = Match(
         x.new_empty(n, tokens, dtype=torch.uint8),
         x.new_empty(n, tokens, groups, dtype=torch.float32),
-        x.new_empty(n, tiles, dtype=torch.float32),
+        x.new_empty(n, parts, dtype=torch.float32),
     )
+    nearest = result.ids
+    if candidates > 1:
+        nearest = x.new_empty(n, tokens, dtype=torch.int32 if candidates <= 4 else torch.int64)
+    find_nearest(x, operands, nearest, candidates)
     arguments = (
-        x, book.codes, book.grid, operands.points, operands.bias, operands.weights,
-        result.ids, result.wanted, result.peaks,
-        tokens, heads, count, *x.stride()[:3],
+        x, book.codes, book.grid, operands.weights, nearest, result.ids, result.wanted, result.peaks,
+        tokens, heads, count, share, *x.stride()[:3], FLOAT_ONE,
     )  # fmt: skip
     launch(
-        _match_kernel, (n, tiles), arguments,
-        D=width, W=max(next_power(width), group_size), KC=BUCKETS, T=TILE,
-        BITS=bits, GROUP=group_size, GROUPS=groups, CANDIDATES=candidates, **LAUNCH,
+        _steps_kernel, (n, parts), arguments, D=width, W=max(wide, group_size), T=STEPS_TILE,
+        BITS=bits, GROUP=group_size, GROUPS=groups, CANDIDATES=candidates, **STEPS_LAUNCH,
     )  # fmt: skip
     return result

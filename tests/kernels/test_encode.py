@@ -10,7 +10,7 @@ import torch
 from benchmarks.bare_pack import bare_module
 from support.kernels import INTERPRETED
 
-STAGES = ("encode", "encode_codebook", "encode_match", "encode_residual", "statistics")
+STAGES = ("encode", "encode_codebook", "encode_match", "encode_nearest", "encode_residual", "statistics")
 CODEC = ("codebook", "feedback", "groups", "kmeans", "midrise", "psac", "qsac")
 
 
@@ -57,6 +57,10 @@ def prepared(kernels, core, x, count, bits=2, group=64, candidates=4):
     return SimpleNamespace(
         moment=moment, book=book, match=matched, basis=basis, feedback=core.feedback.feedback_matrix(moment)
     )
+
+
+def operands_of(kernels, given, x):
+    return kernels.encode_codebook.codebook_operands(given.book, given.moment, x.dtype)
 
 
 def eager_codes(core, residual, feedback, wanted, bits, group):
@@ -152,8 +156,11 @@ def test_rounded_centroids_are_those_of_the_eager_twin(kernels, core, device, sh
     assert torch.equal(book.codes, expected.codes) and torch.equal(book.grid, expected.grid)
 
 
+@pytest.mark.parametrize("wgmma", [False, True], ids=["registers", "wgmma"])
 @pytest.mark.parametrize("count", [1, 5, 70])
-def test_centroids_serve_as_well_as_the_eager_twins(kernels, core, device, count):
+def test_centroids_serve_as_well_as_the_eager_twins(kernels, core, device, monkeypatch, count, wgmma):
+    if INTERPRETED:
+        monkeypatch.setattr(kernels.encode_codebook, "has_wgmma", lambda device: wgmma)
     x = tokens_of(device, tokens=150)
     rows = core.span.by_heads(x)
 
@@ -202,6 +209,29 @@ def test_query_sensitive_choice(kernels, core, device, count, candidates):
     expected = core.qsac.assign_query_sensitive(rows, centroids, weights, 32, candidates)
     # Distances are computed from bf16 operands, so candidates that are all but equally near may be others.
     assert (given.match.ids != expected).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("candidates", [1, 4, 8])
+def test_programs_of_several_tiles_choose_as_one_tile_does(kernels, core, device, monkeypatch, width, candidates):
+    """Shares of more than a tile, the last of them short; tokens choose on their own, so cuts must not matter."""
+    x = tokens_of(device, tokens=330, heads=2, width=width)
+    given = prepared(kernels, core, x, 100, candidates=candidates)
+    monkeypatch.setattr(kernels.encode_nearest, "PROGRAMS", 4)
+    monkeypatch.setattr(kernels.encode_match, "STEPS_PROGRAMS", 6)
+    found = kernels.encode_match.match(x, given.book, operands_of(kernels, given, x), 2, 64, candidates)
+    assert torch.equal(found.ids, given.match.ids) and torch.equal(found.wanted, given.match.wanted)
+    assert found.peaks.shape[1] == 3 and torch.equal(found.peaks.amax(1), given.match.peaks.amax(1))
+
+
+@pytest.mark.parametrize("candidates", [1, 4])
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+def test_tokens_that_are_no_numbers_take_a_centroid_that_exists(kernels, core, device, junk, candidates):
+    x = tokens_of(device, tokens=80)
+    given = prepared(kernels, core, x, 5)
+    x[:, 7] = junk
+    found = kernels.encode_match.match(x, given.book, operands_of(kernels, given, x), 2, 64, candidates)
+    assert (found.ids < 5).all()
 
 
 def encoded(kernels, core, device, k, v, method=None, stats=None, state=None, **settings):

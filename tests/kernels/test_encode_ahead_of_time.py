@@ -18,7 +18,10 @@ import torch
 from benchmarks.bare_pack import bare_module
 from support.compiling import distinct, recorded
 
+capability, limit = int(sys.argv[1]), int(sys.argv[2])
 encode, statistics = bare_module("kernels.encode"), bare_module("kernels.statistics")
+bare_module("kernels.encode_codebook").has_wgmma = lambda device: capability == 90
+bare_module("kernels.encode_nearest").large_blocks = lambda device: limit > 128
 methods, settings = bare_module("quantwm_core.methods"), bare_module("quantwm_core.settings")
 stats, rotation = bare_module("quantwm_core.query_stats"), bare_module("quantwm_core.rotation")
 k = torch.empty(1, 4680, 12, 128, dtype=torch.bfloat16)
@@ -31,10 +34,10 @@ with recorded() as launches:
     turned = stats.QueryStats(torch.zeros(1, 12, 128, 128), rotation=rotation.Rotation(*torch.zeros(2, 4680, 64)))
     encode.fused(method).encode(k, k, turned, methods.LayerState())
 for launch in distinct(launches):
-    compiled = launch.compile(int(sys.argv[1]))
+    compiled = launch.compile(capability)
     shared = compiled.metadata.shared
     print(launch.kernel.__name__, len(compiled.asm["cubin"]), shared, flush=True)
-    assert shared <= int(sys.argv[2]) * 1024, "more shared memory than a block may have there"
+    assert shared <= limit * 1024, "more shared memory than a block may have there"
 """
 
 
@@ -60,4 +63,4 @@ def test_encode_kernels_compile(builds, capability):
     output, _ = builds[capability].communicate(timeout=600)
     assert builds[capability].returncode == 0, output[-2000:]
     built = {line.split()[0] for line in output.splitlines()}
-    assert {"_match_kernel", "_residual_kernel", "_basis_kernel"} <= built
+    assert {"_nearest_kernel", "_steps_kernel", "_residual_kernel", "_basis_kernel"} <= built
