@@ -31,8 +31,10 @@ from .encode_tiles import (
 from .launching import launch
 from .sizes import ceil_div, next_power
 
+# Tokens of a program. Threads of one warp wait for each other at no cost; twelve such programs fit a multiprocessor.
 TILE = 32
-LAUNCH = {"num_warps": 1}
+LAUNCH = {"num_warps": 1, "maxnreg": 168}
+COEFFICIENT_TILE = 64
 
 
 @triton.jit
@@ -110,10 +112,10 @@ def _centroids(words, grid, FIRST: tl.constexpr, D: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def _round(
-    values, words, owed, step, inverse, grid, codes_out, row, valid,
+    values, words, owed, step, inverse, grid,
     FIRST: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Round 16 channels, less what they owe, store their codes, and return their errors, in place."""
+    """Codes of 16 channels, less what they owe, as bytes `[T, 2 BITS]`, and their errors `[T, 16]` in place."""
     top_code: tl.constexpr = (1 << BITS) - 1
     residual = _in_place(values.to(tl.float32) - _centroids(words, grid, FIRST, D, T), T)
     # Added to 1.5 * 2**23 a float is rounded to a whole number, which then stands in its last bits.
@@ -121,12 +123,17 @@ def _round(
     lifted = tl.fma(place, top_code, 12582912.0)
     lanes = tl.permute(tl.reshape(lifted.to(tl.int32, bitcast=True), (T, 2, 4, 2)), (0, 2, 1, 3))
     lanes = tl.reshape(lanes, (T, 2 * BITS, 8 // BITS))
-    packed = tl.sum(lanes << (BITS * tl.arange(0, 8 // BITS))[None, None, :], axis=2)
-    pointer = codes_out + row[:, None] * (D * BITS // 8) + FIRST * BITS // 8 + tl.arange(0, 2 * BITS)[None, :]
-    tl.store(tl.max_contiguous(pointer, (1, 1)), packed.to(tl.uint8), mask=valid[:, None])
+    packed = tl.sum(lanes << (BITS * tl.arange(0, 8 // BITS))[None, None, :], axis=2).to(tl.uint8)
     # step * (code - top_code / 2), rounded once.
     level = lifted - (12582912.0 + (1 << BITS) / 2)
-    return to_operand(tl.fma(step[:, None], level, 0.5 * step[:, None]) - residual)
+    return packed, to_operand(tl.fma(step[:, None], level, 0.5 * step[:, None]) - residual)
+
+
+@triton.jit
+def _store_codes(packed, codes, row, valid, FIRST: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+    """Store what `_round` packed."""
+    pointer = codes + row[:, None] * (D * BITS // 8) + FIRST * BITS // 8 + tl.arange(0, 2 * BITS)[None, :]
+    tl.store(tl.max_contiguous(pointer, (1, 1)), packed, mask=valid[:, None])
 
 
 @triton.jit
@@ -202,9 +209,11 @@ def _residual_kernel(
         if FEEDBACK:
             for before in tl.static_range(block):
                 owed = _owe(errors[before], owed, feedback, before * 16, block * 16, D)
-        # Before the codes are stored: no load may overtake a store.
+        # A load cannot pass a store: it is asked for a block early, and codes are stored a block late.
         next_values, next_words = _load(source, book, block * 16 + 16, D)
-        own = _round(values, words, owed, step, inverse, grid, codes_out, row, valid, block * 16, D, T, BITS)
+        if block:
+            _store_codes(packed, codes_out, row, valid, block * 16 - 16, D, BITS)
+        packed, own = _round(values, words, owed, step, inverse, grid, block * 16, D, T, BITS)
         values, words = next_values, next_words
         errors = errors + (own,)
         if RANK:
@@ -213,6 +222,7 @@ def _residual_kernel(
             directions = tl.load(pointer, mask=direction < RANK, other=0.0).to(OPERAND)
             turned = _turned(own, cos, sin, token, block * 16, D, T) if ROTATED else own
             raw = tl.dot(turned, directions, raw, input_precision="ieee")
+    _store_codes(packed, codes_out, row, valid, D - 16, D, BITS)
     if RANK:
         mask = valid[:, None] & (direction < RANK)
         # The coefficients project what decoding misses, which is minus the error of the codes.
@@ -281,7 +291,9 @@ def encode_residual(
     """
     batch, tokens, heads, width = x.shape
     n, count = batch * heads, book.codes.shape[1]
-    groups, tiles = match.wanted.shape[-1], ceil_div(tokens, TILE)
+    # A tile's errors of all channels stay in registers.
+    tile = TILE if width <= 128 else TILE // 2
+    groups, tiles = match.wanted.shape[-1], ceil_div(tokens, tile)
     scale_bits, per_octave = scale_format(bits)
     rank = 0 if basis is None else basis.shape[-1]
     new = x.new_empty
@@ -301,7 +313,7 @@ def encode_residual(
     )  # fmt: skip
     launch(
         _residual_kernel, (tiles, n), arguments,
-        D=width, T=TILE, BITS=bits,
+        D=width, T=tile, BITS=bits,
         GROUP=group_size, GROUPS=groups, GP=max(2, next_power(groups)),
         SCALE_BITS=scale_bits, PER_OCTAVE=per_octave,
         FEEDBACK=feedback is not None, RANK=rank, RP=max(16, next_power(rank)),
@@ -326,9 +338,9 @@ def encode_coefficients(raw: torch.Tensor, peaks: torch.Tensor) -> dict[str, tor
     factor = raw.new_empty(n, dtype=torch.bfloat16)
     factors = _factors(ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE, raw.device)
     launch(
-        _coefficient_kernel, (n, ceil_div(tokens, TILE)),
+        _coefficient_kernel, (n, ceil_div(tokens, COEFFICIENT_TILE)),
         (raw, peaks, factors, packed, scales, factor, tokens, peaks.shape[-1]),
-        RANK=rank, RP=max(2, next_power(rank)), T=TILE,
+        RANK=rank, RP=max(2, next_power(rank)), T=COEFFICIENT_TILE,
         SCALE_BITS=ROW_SCALE_BITS, PER_OCTAVE=ROW_SCALE_PER_OCTAVE, enable_fp_fusion=False,
     )  # fmt: skip
     return {"k_psac_c": packed, "k_psac_c_scales": scales, "k_psac_c_factor": factor}
