@@ -55,10 +55,7 @@ def _steps(
     GROUPS: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
     SCALE_BITS: tl.constexpr, PER_OCTAVE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Stored steps of a tile, and what takes a value to its place from 0 to 1 on the grid; stores the steps' codes.
-
-    float32 `[T, GP]` both, the second 0 for no step.
-    """
+    """Stored steps of a tile and their reciprocals (0 for no step) over 2**BITS, float32 `[T, GP]`; stores codes."""
     group = tl.arange(0, GP)
     mask = valid[:, None] & (group < GROUPS)[None, :]
     wish = tl.load(wanted + row[:, None] * GROUPS + group[None, :], mask=mask, other=0.0)
@@ -76,7 +73,7 @@ def _steps(
         tl.store(pointer, tl.sum(pairs, axis=2).to(tl.uint8), mask=valid[:, None] & (byte < width)[None, :])
     positive = step > 0
     inverse = tl.div_rn(tl.where(positive, 1.0, 0.0), tl.where(positive, step, 1.0))
-    return step, tl.minimum(inverse, 3.4028234663852886e38) * (1.0 / ((1 << BITS) - 1))
+    return step, tl.minimum(inverse, 3.4028234663852886e38) * (1.0 / (1 << BITS))
 
 
 @triton.jit
@@ -116,15 +113,15 @@ def _round(
     FIRST: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Codes of 16 channels, less what they owe, as bytes `[T, 2 BITS]`, and their errors `[T, 16]` in place."""
-    top_code: tl.constexpr = (1 << BITS) - 1
     residual = _in_place(values.to(tl.float32) - _centroids(words, grid, FIRST, D, T), T)
+    # A place on the grid divided by all codes, a power of two: below 0 and above 1 a sum is cut for nothing.
+    place = tl.clamp((residual - owed) * inverse[:, None] + (0.5 - 0.5 / (1 << BITS)), 0.0, 1.0)
     # Added to 1.5 * 2**23 a float is rounded to a whole number, which then stands in its last bits.
-    place = tl.clamp(tl.fma(residual - owed, inverse[:, None], 0.5), 0.0, 1.0)
-    lifted = tl.fma(place, top_code, 12582912.0)
+    lifted = tl.minimum(tl.fma(place, 1 << BITS, 12582912.0), 12582911.0 + (1 << BITS))
     lanes = tl.permute(tl.reshape(lifted.to(tl.int32, bitcast=True), (T, 2, 4, 2)), (0, 2, 1, 3))
     lanes = tl.reshape(lanes, (T, 2 * BITS, 8 // BITS))
     packed = tl.sum(lanes << (BITS * tl.arange(0, 8 // BITS))[None, None, :], axis=2).to(tl.uint8)
-    # step * (code - top_code / 2), rounded once.
+    # The step times a level, -1.5 to 1.5 for 2 bits, rounded once.
     level = lifted - (12582912.0 + (1 << BITS) / 2)
     return packed, to_operand(tl.fma(step[:, None], level, 0.5 * step[:, None]) - residual)
 
@@ -201,7 +198,7 @@ def _residual_kernel(
     step, inverse = _column(steps, 0, GP), _column(inverses, 0, GP)
     direction = tl.arange(0, RP)[None, :]
     raw = tl.zeros((T, RP), tl.float32)
-    errors = ()
+    errors, packed = (), None
     for block in tl.static_range(D // 16):
         if block * 16 % GROUP == 0:
             step, inverse = _column(steps, block * 16 // GROUP, GP), _column(inverses, block * 16 // GROUP, GP)
