@@ -163,7 +163,7 @@ def decode_kernel(
 
     `origin` is the token that comes first in the output.
     """
-    batch, h, is_key = own_head(heads)
+    batch, h, is_key = own_head()
     tile = tl.program_id(1)
     head = batch * heads + h
     out = batch * out_b + h * out_h
@@ -355,7 +355,7 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
     tokens, origin, aligned, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
-    grid = (heads, len(tiles) + ceil_div(k.shape[1], CHUNK), 2 * batch)
+    grid = (2 * heads, len(tiles) + ceil_div(k.shape[1], CHUNK), batch)
     arguments = (
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
         keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,

@@ -59,12 +59,21 @@ def _columns(N: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def _load_grid(grid, D: tl.constexpr, W: tl.constexpr):
+    """Lowest value and step of each channel of a codebook, pairs `[C, 16]`."""
+    column = _columns(16, W, 1)
+    low = tl.load(grid + column, mask=column < D // 2, other=0)
+    return low, tl.load(grid + D // 2 + column, mask=column < D // 2, other=0)
+
+
+@triton.jit
 def open_pairs(
     row, SIDE_: tl.constexpr, head, first, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
 ):
     """Addresses (at token `first`) and constants of one head's keys or values in one span.
 
-    Returns (codes, scales, ids, book, half of the scales' factor, the codebook's grid).
+    Returns (codes, scales, ids, book, half of the scales' factor, the codebook's grid, its lowest values, its steps);
+    the last two in pairs `[C, 16]`.
     """
     groups: tl.constexpr = (D + GROUP - 1) // GROUP
     scale_bits: tl.constexpr = 4 if BITS == 2 else 8
@@ -75,7 +84,9 @@ def open_pairs(
     book = byte_pointer(row, SIDE_ + CENTROIDS, head * tl.load(row + SIDE_ + COUNT) * (D // 2))
     top = tl.load(tl.load(row + SIDE_ + TOP).to(tl.pointer_type(tl.bfloat16)) + head).to(tl.float32)
     grid = tl.load(row + SIDE_ + GRID).to(tl.pointer_type(tl.bfloat16)) + head * (2 * D)
-    return codes, scales, ids, book, top * 0.5, grid.to(tl.pointer_type(tl.int32))
+    grid = grid.to(tl.pointer_type(tl.int32))
+    low, step = _load_grid(grid, D, W)
+    return codes, scales, ids, book, top * 0.5, grid, low, step
 
 
 @triton.jit
@@ -135,23 +146,16 @@ def _spread(per_group, T: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def finish_pairs(
-    side,
-    code,
-    scale,
-    centroid,
-    lifted,
-    D: tl.constexpr,
-    T: tl.constexpr,
-    W: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Centroid plus residual, a tile of pairs."""
-    _, _, _, _, top, grid = side
-    column = _columns(16, W, 1)
-    # Read anew for each tile: kept, they would take a fifth of the registers, and more warps than that hide more.
-    low = tl.load(grid + column, mask=column < D // 2, other=0)
-    step = tl.load(grid + D // 2 + column, mask=column < D // 2, other=0)
+    side, code, scale, centroid, lifted,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Centroid plus residual, a tile of pairs; AGAIN reads the codebook's grid anew.
+
+    Kept, the grid takes a fifth of the registers, and where there are too few of them, more warps hide more.
+    """
+    _, _, _, _, top, grid, low, step = side
+    if AGAIN:
+        low, step = _load_grid(grid, D, W)
     G: tl.constexpr = W // GROUP if W > GROUP else 1
     scale_bits: tl.constexpr = 4 if BITS == 2 else 8
     shift = tl.arange(0, G) * scale_bits % 8
@@ -237,7 +241,7 @@ def _finish(
 ):  # fmt: skip
     """Decode and write a tile."""
     code, scale, centroid, rows, unit = fetched
-    value = finish_pairs(side, code, scale, centroid, lifted, D, T, W, BITS, GROUP)
+    value = finish_pairs(side, code, scale, centroid, lifted, D, W, T, BITS, GROUP, RANK > 0)
     if ROTATED:
         value = _turn(row, first, tokens, count, value, D, W)
     if RANK:

@@ -186,7 +186,7 @@ def rival_kernel(
     CHUNK_: tl.constexpr, FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One program: up to CHUNK tokens of one head's keys or values; see `decode.decode_kernel`."""
-    batch, h, is_key = own_head(heads)
+    batch, h, is_key = own_head()
     tile = tl.program_id(1)
     head = batch * heads + h
     out = batch * out_b + h * out_h

@@ -127,10 +127,10 @@ def log_code(top, scale, BITS: tl.constexpr, PER_OCTAVE: tl.constexpr):
 
 
 @triton.jit
-def largest_of_tiles(peaks, n, tiles):
-    """The largest of a head's `tiles` values float32 `[N, tiles]`."""
-    best = tl.zeros((1024,), tl.float32)
-    for start in range(0, tiles, 1024):
-        index = start + tl.arange(0, 1024)
+def largest_of_tiles(peaks, n, tiles, CHUNK: tl.constexpr):
+    """The largest of a head's `tiles` values float32 `[N, tiles]`, CHUNK at a time."""
+    best = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, tiles, CHUNK):
+        index = start + tl.arange(0, CHUNK)
         best = tl.maximum(best, tl.load(peaks + n * tiles + index, mask=index < tiles, other=0.0))
     return tl.max(best, axis=0)

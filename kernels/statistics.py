@@ -5,6 +5,9 @@ The two small matrix problems run as one program per head.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +22,11 @@ from .sizes import ceil_div, next_power
 # Widest head, and most directions, that fit in the registers and the shared memory of one program.
 WIDEST = 128
 LARGEST_RANK = 16
-# Small tiles of a moment: a layer's few heads must keep all of a large GPU busy.
-TOKEN_TILE = 128
-MOMENT_TILE = 32
+# A program sums the products of a share of the tokens for one tile of a moment: enough of them keep a GPU busy.
+MOMENT_TILE = 64
+MOMENT_TOKENS = 128
+MOMENT_PROGRAMS = 144
+MOST_SHARES = 8
 MOMENT_LAUNCH = {"num_warps": 4, "num_stages": 3}
 BASIS_LAUNCH = {"num_warps": 8, "num_stages": 1}
 POWER_STEPS = 4
@@ -34,27 +39,59 @@ EXACT = tl.constexpr("tf32x3")
 
 
 @triton.jit
-def _moment_kernel(
-    queries, moment, tokens, heads, stride_b, stride_s, stride_h,
-    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, ADD: tl.constexpr,
+def _sum_of_products(
+    left, right, first, last, stride_s, real_row, real_column,
+    W: tl.constexpr, T: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """Mean of q q^T over tokens; one program a head and tile of the moment, and the tile across the diagonal."""
+    """Sum over tokens of products of channels `left` and `right`, pointers `[1, W]` of token 0: float32 `[W, W]`."""
+    total = tl.zeros((W, W), tl.float32)
+    for start in range(first, last, T):
+        token = start + tl.arange(0, T)[:, None]
+        at = token.to(tl.int64) * stride_s
+        x = as_operand(tl.load(left + at, mask=(token < last) & real_row, other=0.0))
+        y = x if SAME else as_operand(tl.load(right + at, mask=(token < last) & real_column, other=0.0))
+        total = tl.dot(tl.trans(x), y, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _moment_kernel(
+    queries, moment, shares, arrived, tokens, heads, stride_b, stride_s, stride_h,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, SHARES: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Mean of q q^T over tokens; one program a head, share of the tokens, and tile of the upper half of the moment.
+
+    Whichever program of a tile comes last adds the shares of all, always in the same order.
+    """
     tiles: tl.constexpr = (D + W - 1) // W
-    n = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
-    tile = tl.program_id(0) % (tiles * tiles)
+    share, tile = tl.program_id(0), tl.program_id(1)
+    n = tl.program_id(2).to(tl.int64)
     if tile % tiles < tile // tiles:
         return
     row = (tile // tiles) * W + tl.arange(0, W)
     column = (tile % tiles) * W + tl.arange(0, W)
     base = head_pointer(queries, n, heads, stride_b, stride_h)
-    total = tl.zeros((W, W), tl.float32)
-    for start in range(0, tokens, T):
-        token = start + tl.arange(0, T)
-        valid = token < tokens
-        at = base + token.to(tl.int64)[:, None] * stride_s
-        left = as_operand(tl.load(at + row[None, :], mask=valid[:, None] & (row < D)[None, :], other=0.0))
-        right = as_operand(tl.load(at + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0))
-        total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
+    left, right = base + row[None, :], base + column[None, :]
+    real_row, real_column = (row < D)[None, :], (column < D)[None, :]
+    length = tl.cdiv(tokens, SHARES * T) * T
+    first = share * length
+    last = tl.minimum(first + length, tokens)
+    if tile % tiles == tile // tiles:
+        total = _sum_of_products(left, right, first, last, stride_s, real_row, real_column, W, T, True)
+    else:
+        total = _sum_of_products(left, right, first, last, stride_s, real_row, real_column, W, T, False)
+    if SHARES > 1:
+        place = n * (tiles * tiles) + tile
+        own = shares + place * (SHARES * W * W) + tl.arange(0, W)[:, None] * W + tl.arange(0, W)[None, :]
+        tl.store(own + share * (W * W), total)
+        # All threads have stored before one of them says so.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + place, 1, sem="acq_rel") < SHARES - 1:
+            return
+        tl.store(arrived + place, 0)
+        total = tl.zeros((W, W), tl.float32)
+        for other in tl.static_range(SHARES):
+            total += tl.load(own + other * (W * W), cache_modifier=".cg")
     total /= tokens
     target = moment + n * D * D
     upper = target + row[:, None] * D + column[None, :]
@@ -116,11 +153,35 @@ def _second_moment(queries: torch.Tensor, total: torch.Tensor | None) -> torch.T
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
     moment = queries.new_empty(batch, heads, width, width, dtype=torch.float32) if total is None else total
-    grid = (batch * heads * ceil_div(width, MOMENT_TILE) ** 2, 1, 1)
-    arguments = (queries, moment, tokens, heads, *queries.stride()[:3])
-    constants = {"D": width, "W": MOMENT_TILE, "T": TOKEN_TILE, "ADD": total is not None}
-    launch(_moment_kernel, grid, arguments, **constants, **MOMENT_LAUNCH)
+    n, tiles = batch * heads, ceil_div(width, MOMENT_TILE) ** 2
+    shares = _share_count(n, tiles, tokens)
+    parts, arrived = moment, moment
+    if shares > 1:
+        parts = queries.new_empty(n * tiles * shares * MOMENT_TILE**2, dtype=torch.float32)
+        arrived = _counters(queries.device, _stream(queries.device), n * tiles)
+    launch(
+        _moment_kernel, (shares, tiles, n), (queries, moment, parts, arrived, tokens, heads, *queries.stride()[:3]),
+        D=width, W=MOMENT_TILE, T=MOMENT_TOKENS, SHARES=shares, ADD=total is not None, **MOMENT_LAUNCH,
+    )  # fmt: skip
     return moment
+
+
+@lru_cache
+def _share_count(n: int, tiles: int, tokens: int) -> int:
+    """Into how many shares to cut the tokens: a power of two, as a kernel is compiled for each."""
+    side = math.isqrt(tiles)
+    wanted = min(ceil_div(MOMENT_PROGRAMS, n * side * (side + 1) // 2), ceil_div(tokens, MOMENT_TOKENS), MOST_SHARES)
+    return next_power(wanted)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@lru_cache
+def _counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
+    """Zeros int32 `[count]`, which every launch leaves as zeros; launches that may overlap need their own."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -325,6 +325,15 @@ def test_strided_inputs(kernels, core, device):
     assert all(torch.equal(tensor, dense.tensors[name]) for name, tensor in found.tensors.items())
 
 
+def test_rows_need_not_be_aligned(kernels, core, device):
+    k = tokens_of(device, tokens=50)
+    odd = torch.nn.functional.pad(k, (1, 2))[..., 1:-2]
+    assert odd.stride(1) % 4 and odd.data_ptr() % 8
+    found, _, _ = encoded(kernels, core, device, odd, odd)
+    aligned, _, _ = encoded(kernels, core, device, k, k)
+    assert all(torch.equal(tensor, aligned.tensors[name]) for name, tensor in found.tensors.items())
+
+
 def test_the_registry_knows_the_limits(kernels, core):
     facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "method": "quantwm", "head_dim": 128}
     assert core.backends.choose("encode_span", "auto", facts).implementation.backend == "triton"

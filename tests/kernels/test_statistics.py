@@ -44,6 +44,18 @@ def test_second_moment(kernels, core, device, shape, dtype):
     torch.testing.assert_close(kernels.second_moment(q), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 700, 2, 80), (2, 513, 1, 64), (1, 1100, 1, 16)], ids=str)
+def test_shares_of_the_tokens_are_added_to_a_total(kernels, device, shape):
+    """Long enough for several programs a tile, the last of which adds; the next launch finds their counters at zero."""
+    q = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    expected = bare_module("quantwm_core.query_stats").second_moment(q)
+    total = kernels.second_moment(q)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(total, kernels.second_moment(q))
+    assert kernels.second_moment(q, total) is total
+    assert torch.equal(total, 2 * kernels.second_moment(q))
+
+
 def test_second_moment_of_a_view(kernels, device):
     q = torch.randn(2, 90, 6, 32, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     view = q[:1, 10:, ::2]

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 _TYPES = {
-    torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
 }  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
