@@ -292,7 +292,7 @@ def in_pairs(constants: dict, keys: torch.Tensor, values: torch.Tensor) -> bool:
 def launch_shape(width: int, pairs: bool) -> dict:
     """Tokens of a tile, and warps: a thread has 16 values, so that it reads its codes and centroid as words."""
     if pairs:
-        return {"T": TILE, "num_warps": 1}
+        return {"T": TILE, "num_warps": 1, "maxnreg": 128 if width <= 128 else 255}
     return {"T": max(16, 2048 // width), "num_warps": 4 if width <= 128 else 8, "maxnreg": 96}
 
 

@@ -83,14 +83,11 @@ def _column(x, index: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load(source, book, FIRST: tl.constexpr, D: tl.constexpr):
+def _load(source, book, FIRST: tl.constexpr):
     """Values `[T, 16]` from channel FIRST on, and codes of their centroids, four nibbles an int16 `[T, 4]`."""
-    if FIRST < D:
-        values = source + FIRST + tl.arange(0, 16)[None, :]
-        words = book + FIRST // 4 + tl.arange(0, 4)[None, :]
-        return tl.load(tl.max_contiguous(values, (1, 4))), tl.load(tl.max_contiguous(words, (1, 1)))
-    else:
-        return None, None
+    values = source + FIRST + tl.arange(0, 16)[None, :]
+    words = book + FIRST // 4 + tl.arange(0, 4)[None, :]
+    return tl.load(tl.max_contiguous(values, (1, 4))), tl.load(tl.max_contiguous(words, (1, 1)))
 
 
 @triton.jit
@@ -185,7 +182,7 @@ def _residual_kernel(
     # products wrong that are too short for bytes, and does not look behind a sum.
     own_ids = tl.sum(tl.load(ids + row).to(tl.int32)[:, None], axis=1)
     book = book + n * count * (D // 4) + own_ids[:, None] * (D // 4)
-    values, words = _load(source, book, 0, D)
+    values, words = _load(source, book, 0)
     top = round_bf16(largest_of_tiles(peaks, n, tiles, 256))
     if program == 0:
         tl.store(top_out + n, top)
@@ -207,7 +204,9 @@ def _residual_kernel(
             for before in tl.static_range(block):
                 owed = _owe(errors[before], owed, feedback, before * 16, block * 16, D)
         # A load cannot pass a store: it is asked for a block early, and codes are stored a block late.
-        next_values, next_words = _load(source, book, block * 16 + 16, D)
+        next_values, next_words = values, words
+        if block * 16 + 16 < D:
+            next_values, next_words = _load(source, book, block * 16 + 16)
         if block:
             _store_codes(packed, codes_out, row, valid, block * 16 - 16, D, BITS)
         packed, own = _round(values, words, owed, step, inverse, grid, block * 16, D, T, BITS)
