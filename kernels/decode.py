@@ -355,7 +355,7 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
     tokens, origin, aligned, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
-    grid = (2 * heads, len(tiles) + ceil_div(k.shape[1], CHUNK), batch)
+    grid = (heads, len(tiles) + ceil_div(k.shape[1], CHUNK), 2 * batch)
     arguments = (
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
         keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,

@@ -59,21 +59,12 @@ def _columns(N: tl.constexpr, W: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _load_grid(grid, D: tl.constexpr, W: tl.constexpr):
-    """Lowest value and step of each channel of a codebook, pairs `[C, 16]`."""
-    column = _columns(16, W, 1)
-    low = tl.load(grid + column, mask=column < D // 2, other=0)
-    return low, tl.load(grid + D // 2 + column, mask=column < D // 2, other=0)
-
-
-@triton.jit
 def open_pairs(
     row, SIDE_: tl.constexpr, head, first, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
 ):
     """Addresses (at token `first`) and constants of one head's keys or values in one span.
 
-    Returns (codes, scales, ids, book, half of the scales' factor, the codebook's grid, its lowest values, its steps);
-    the last two in pairs `[C, 16]`.
+    Returns (codes, scales, ids, book, half of the scales' factor, the codebook's grid in pairs).
     """
     groups: tl.constexpr = (D + GROUP - 1) // GROUP
     scale_bits: tl.constexpr = 4 if BITS == 2 else 8
@@ -85,8 +76,7 @@ def open_pairs(
     top = tl.load(tl.load(row + SIDE_ + TOP).to(tl.pointer_type(tl.bfloat16)) + head).to(tl.float32)
     grid = tl.load(row + SIDE_ + GRID).to(tl.pointer_type(tl.bfloat16)) + head * (2 * D)
     grid = grid.to(tl.pointer_type(tl.int32))
-    low, step = _load_grid(grid, D, W)
-    return codes, scales, ids, book, top * 0.5, grid, low, step
+    return codes, scales, ids, book, top * 0.5, grid
 
 
 @triton.jit
@@ -147,15 +137,14 @@ def _spread(per_group, T: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def finish_pairs(
     side, code, scale, centroid, lifted,
-    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, AGAIN: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Centroid plus residual, a tile of pairs; AGAIN reads the codebook's grid anew.
-
-    Kept, the grid takes a fifth of the registers, and where there are too few of them, more warps hide more.
-    """
-    _, _, _, _, top, grid, low, step = side
-    if AGAIN:
-        low, step = _load_grid(grid, D, W)
+    """Centroid plus residual, a tile of pairs."""
+    _, _, _, _, top, grid = side
+    # The codebook's grid is read anew: kept, it would take a fifth of the registers, and more warps hide more.
+    column = _columns(16, W, 1)
+    low = tl.load(grid + column, mask=column < D // 2, other=0)
+    step = tl.load(grid + D // 2 + column, mask=column < D // 2, other=0)
     G: tl.constexpr = W // GROUP if W > GROUP else 1
     scale_bits: tl.constexpr = 4 if BITS == 2 else 8
     shift = tl.arange(0, G) * scale_bits % 8
@@ -241,7 +230,7 @@ def _finish(
 ):  # fmt: skip
     """Decode and write a tile."""
     code, scale, centroid, rows, unit = fetched
-    value = finish_pairs(side, code, scale, centroid, lifted, D, W, T, BITS, GROUP, RANK > 0)
+    value = finish_pairs(side, code, scale, centroid, lifted, D, W, T, BITS, GROUP)
     if ROTATED:
         value = _turn(row, first, tokens, count, value, D, W)
     if RANK:

@@ -24,10 +24,10 @@ from .sizes import next_power
 from .tiles import unpack
 
 # Three programs for each multiprocessor of a large GPU.
-STEPS_TILE, STEPS_PROGRAMS = 32, 396
+STEPS_TILE, STEPS_PROGRAMS = 8, 1584
 # WORDS of 4-bit codes that a thread takes of a token: with more of them fewer threads share a group's minimum, but each
 # holds more constants of channels. With STAGES tiles are read ahead, and with them the centroids that they may take.
-STEPS_LAUNCH = {"WORDS": 2, "STAGES": 2, "num_warps": 4, "maxnreg": 168}
+STEPS_LAUNCH = {"WORDS": 2, "STAGES": 3, "num_warps": 1, "maxnreg": 168}
 STEP_OVER_RMS = tl.constexpr(TWO_BIT_STEP)
 
 
@@ -118,7 +118,7 @@ def _steps_kernel(
                 ids = tl.where(better, own_ids, ids)
                 codes = tl.where(better[:, None], own_codes, codes)
                 cost = tl.minimum(own_cost, cost)
-            tl.store(ids_out + n * tokens + token, ids.to(tl.uint8), mask=valid)
+        tl.store(ids_out + n * tokens + token, ids.to(tl.uint8), mask=valid)
         # Both terms are exact (`tiles.open_side`), so this rounds once, as the eager twin does.
         units = unpack(codes, one, 4, T, W)
         residual = rows - tl.fma(step + tl.zeros_like(units), units, base + tl.zeros_like(units))
@@ -145,9 +145,7 @@ def match(
         x.new_empty(n, tokens, groups, dtype=torch.float32),
         x.new_empty(n, parts, dtype=torch.float32),
     )
-    nearest = result.ids
-    if candidates > 1:
-        nearest = x.new_empty(n, tokens, dtype=torch.int32 if candidates <= 4 else torch.int64)
+    nearest = x.new_empty(n, tokens, dtype=torch.int32 if candidates <= 4 else torch.int64)
     find_nearest(x, operands, nearest, candidates)
     arguments = (
         x, book.codes, book.grid, operands.weights, nearest, result.ids, result.wanted, result.peaks,

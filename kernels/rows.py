@@ -10,11 +10,13 @@ from .tiles import COS, RAW, RAW_B, RAW_H, RAW_S, SIN
 
 @triton.jit
 def own_head():
-    """(batch entry, head in it, whether the program does keys) of a program of the grid (2 heads, chunks, batch).
+    """(batch entry, head in it, whether the program does keys) of a program of the grid (heads, chunks, 2 batch).
 
-    Keys and values run side by side, because they wait for different parts of the machine.
+    Keys come first, because they take longer: what is left at the end, when programs are too few, is short.
     """
-    return tl.program_id(2).to(tl.int64), (tl.program_id(0) // 2).to(tl.int64), tl.program_id(0) % 2 == 0
+    entries = tl.num_programs(2) // 2
+    batch = (tl.program_id(2) % entries).to(tl.int64)
+    return batch, tl.program_id(0).to(tl.int64), tl.program_id(2) < entries
 
 
 @triton.jit
