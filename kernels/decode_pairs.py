@@ -46,10 +46,10 @@ def _each_chunk(x, W: tl.constexpr):
 
 @triton.jit
 def _each_token(x, T: tl.constexpr):
-    """Values of channels `[C, N]`, for the rows of a tile: `[C T, N]`."""
-    C: tl.constexpr = x.shape[0]
+    """Values of channels, for eight tokens: `[C 8, N]` -> `[C T, N]`."""
+    C: tl.constexpr = x.shape[0] // 8
     N: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.broadcast_to(x[:, None, :], (C, T, N)), (C * T, N))
+    return tl.reshape(tl.broadcast_to(tl.reshape(x, (C, 1, 8, N)), (C, T // 8, 8, N)), (C * T, N))
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def open_pairs(
     book = byte_pointer(row, SIDE_ + CENTROIDS, head * tl.load(row + SIDE_ + COUNT) * (D // 2))
     top = tl.load(tl.load(row + SIDE_ + TOP).to(tl.pointer_type(tl.bfloat16)) + head).to(tl.float32)
     grid = tl.load(row + SIDE_ + GRID).to(tl.pointer_type(tl.bfloat16)) + head * (2 * D)
-    grid = grid.to(tl.pointer_type(tl.int32))
+    grid = tl.multiple_of(grid.to(tl.pointer_type(tl.int32)), 16)
     return codes, scales, ids, book, top * 0.5, grid
 
 
@@ -141,8 +141,9 @@ def finish_pairs(
 ):  # fmt: skip
     """Centroid plus residual, a tile of pairs."""
     _, _, _, _, top, grid = side
-    # The codebook's grid is read anew: kept, it would take a fifth of the registers, and more warps hide more.
-    column = _columns(16, W, 1)
+    # The codebook's grid is read anew: kept, it would take a fifth of the registers, and more warps hide more. It is
+    # read eight times over, so that each thread has what it needs.
+    column = _columns(16, W, 8)
     low = tl.load(grid + column, mask=column < D // 2, other=0)
     step = tl.load(grid + D // 2 + column, mask=column < D // 2, other=0)
     G: tl.constexpr = W // GROUP if W > GROUP else 1

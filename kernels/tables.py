@@ -59,7 +59,10 @@ CHUNK = 128
 ALIGNMENT = 16
 # What kernels read several bytes at a time, if it is aligned. A layer's slice of a group can begin anywhere, but
 # of these it is long: with usual numbers of tokens it is aligned.
-READ_AS_WORDS = ("k_codes", "v_codes", "k_centroids", "v_centroids", "psac_c", "cos", "sin")
+READ_AS_WORDS = (
+    *("k_codes", "v_codes", "k_centroids", "v_centroids", "k_grid", "v_grid"),
+    *("psac_c", "cos", "sin"),
+)
 
 
 # Methods by the kernels that decode them.
