@@ -145,6 +145,7 @@ def match(
         x.new_empty(n, tokens, groups, dtype=torch.float32),
         x.new_empty(n, parts, dtype=torch.float32),
     )
+    # Words even for one candidate: as bytes they came out wrong on an H200 with Triton 3.6, though not interpreted.
     nearest = x.new_empty(n, tokens, dtype=torch.int32 if candidates <= 4 else torch.int64)
     find_nearest(x, operands, nearest, candidates)
     arguments = (

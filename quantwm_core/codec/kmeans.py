@@ -7,9 +7,9 @@ import math
 import torch
 
 ITERATIONS = 5
-# From the codebook of the span before. On the tiny world one round is as good as five from evenly spaced tokens; the
-# second is for pictures that change more.
-WARM_ITERATIONS = 2
+# From the codebook of the span before. On the tiny world one round is as good as two, and as five from evenly spaced
+# tokens.
+WARM_ITERATIONS = 1
 # Bound on the [N, chunk, K] distance table, in elements (64 MiB of float32).
 CHUNK_ELEMENTS = 1 << 24
 
