@@ -162,12 +162,12 @@ def exact_bias(costs, codes, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constex
     return bias
 
 
-@triton.jit(do_not_specialize=["tile_count", "live_tokens", "chunk", "one"])
+@triton.jit
 def attention_kernel(
     rows, tiles, tile_count, queries, qb, qs, qh, live_k, live_v, live_tokens, kb, ks, kh, vb, vs, vh,
-    out, ob, os, oh, heads, query_count, scale, chunk, one, costs,
+    out, ob, os, oh, heads, query_count, scale, one, costs,
     D: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
+    VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, CHUNK_: tl.constexpr,
     FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr, JENSEN: tl.constexpr,
 ):  # fmt: skip
     """One program: M queries of one head over all stored pieces and the live block.
@@ -188,7 +188,7 @@ def attention_kernel(
     for tile in range(tile_count):
         row = rows + tl.load(tiles + 2 * tile) * FIELD_COUNT
         first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
-        count = tl.minimum(tl.load(row + TOKENS) - first, chunk).to(tl.int32)
+        count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
         raw = tl.load(row + KEYS + RAW)
         if raw != 0:
             k_stride = tl.load(row + KEYS + RAW_S).to(tl.int32)
@@ -250,7 +250,7 @@ def attend_spans(
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
     launch = attend_tables if torch.compiler.is_compiling() else _launch
-    numbers = [JENSEN_FORMS.index(correction), *table.numbers()]
+    numbers = [JENSEN_FORMS.index(correction), table.aligned, *table.format.numbers()]
     return launch(table.rows, table.tiles, queries, live.k, live.v, costs, numbers)
 
 
@@ -285,17 +285,17 @@ def _(rows, tiles, queries, k, v, costs, numbers):
 
 
 def _launch(rows, tiles, queries, k, v, costs, numbers):
-    jensen_form, aligned, chunk, *form, _ = numbers
+    jensen_form, aligned, *form, _ = numbers
     batch, count, heads, head_dim = queries.shape
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     constants = dict(format_constants(tuple(form), head_dim, bool(aligned)))
     # Scales enter the product with the coefficients, and Triton 3.6 then mixes up products over 16 ranks.
     constants["R"] = max(32, constants["R"])
-    wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "ALIGNED", "FIELD_COUNT", "ROTATED")
+    wanted = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "RANK", "R", "ALIGNED", "CHUNK_", "FIELD_COUNT", "ROTATED")
     shape = launch_shape(constants["W"], count)
     attention_kernel[ceil_div(count, shape["M"]), heads, batch](
         rows, tiles, len(tiles), queries, *queries.stride()[:3], k, v, k.shape[1], *k.stride()[:3], *v.stride()[:3],
-        out, *out.stride()[:3], heads, count, head_dim**-0.5 * LOG2_E, chunk, FLOAT_ONE,
+        out, *out.stride()[:3], heads, count, head_dim**-0.5 * LOG2_E, FLOAT_ONE,
         queries if costs is None else costs, JENSEN=jensen_form, **{name: constants[name] for name in wanted}, **shape,
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ from .decode_rivals import launch_rival
 from .launching import launch
 from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
 from .sizes import ceil_div, next_power
-from .tables import FIELDS, PieceTable, layer_tables
+from .tables import CHUNK, FIELDS, PieceTable, layer_tables
 from .tiles import (
     BITMAP,
     KEYS,
@@ -55,10 +55,10 @@ FAILURES = (TritonError, RuntimeError)
 
 @triton.jit
 def decode_keys_chunk(
-    row, first, count, head, target, target_stride, one, chunk,
+    row, first, count, head, target, target_stride, one,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
     R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr, SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
+    CHUNK_: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Keys of `count` tokens from `first` on, correction included.
 
@@ -76,7 +76,7 @@ def decode_keys_chunk(
         rows, unit = fetch_rows(correction, local, local < count, RANK, R, MIDRISE, ALIGNED)
     if SPARSE:
         sparse = tl.load(row + BITMAP) != 0
-        before = rows_before(row, head, first // chunk, chunk)
+        before = rows_before(row, head, first // CHUNK_, CHUNK_)
     for offset in range(0, count, T):
         local = offset + tl.arange(0, T)
         valid = local < count
@@ -108,11 +108,11 @@ def decode_keys_chunk(
 
 
 @triton.jit
-def rows_before(row, head, number, chunk):
-    """How many sparse rows precede chunk `number`."""
-    chunks = (tl.load(row + TOKENS) + chunk - 1) // chunk
+def rows_before(row, head, chunk, CHUNK_: tl.constexpr):
+    """How many sparse rows precede a chunk."""
+    chunks = (tl.load(row + TOKENS) + CHUNK_ - 1) // CHUNK_
     counts = tl.load(row + ROWS_BEFORE).to(tl.pointer_type(tl.int32))
-    return tl.load(counts + head * chunks + number, mask=tl.load(row + BITMAP) != 0, other=0)
+    return tl.load(counts + head * chunks + chunk, mask=tl.load(row + BITMAP) != 0, other=0)
 
 
 @triton.jit
@@ -150,16 +150,16 @@ def decode_values_chunk(
 
 
 # Not compiled anew where these are 1 or divisible by 16.
-@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "heads", "origin", "chunk", "one", "lifted"])
+@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "heads", "origin", "one", "lifted"])
 def decode_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
-    keys, values, out_b, out_s, out_h, heads, origin, chunk, one, lifted,
+    keys, values, out_b, out_s, out_h, heads, origin, one, lifted,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr,
-    SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr,
+    SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr,
     FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to `chunk` tokens of a head's keys or values, of a stored piece or (beyond them) the live block.
+    """One program: up to CHUNK tokens of one head's keys or values, of a stored piece or (beyond them) the live block.
 
     `origin` is the token that comes first in the output.
     """
@@ -168,8 +168,8 @@ def decode_kernel(
     head = batch * heads + h
     out = batch * out_b + h * out_h
     if tile >= tile_count:
-        first = (tile - tile_count).to(tl.int64) * chunk
-        count = tl.minimum(live_tokens - first, chunk).to(tl.int32)
+        first = (tile - tile_count).to(tl.int64) * CHUNK_
+        count = tl.minimum(live_tokens - first, CHUNK_).to(tl.int32)
         out += (live_start + first - origin) * out_s
         if is_key:
             copy_chunk(live_k + batch * kb + first * ks + h * kh, ks, keys + out, out_s, count, D, W, T)
@@ -178,7 +178,7 @@ def decode_kernel(
         return
     row = rows + tl.load(tiles + 2 * tile) * FIELD_COUNT
     first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
-    count = tl.minimum(tl.load(row + TOKENS) - first, chunk).to(tl.int32)
+    count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
     out += (tl.load(row + START) + first - origin) * out_s
     if is_key:
         if KEY_BITS == 16 or tl.load(row + KEYS + RAW) != 0:
@@ -205,8 +205,8 @@ def decode_kernel(
             )
         else:
             decode_keys_chunk(
-                row, first, count, head, keys + out, out_s, one, chunk, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE,
-                BOOK, SPARSE, ZEROS_WIDTH, ALIGNED, ROTATED,
+                row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK,
+                SPARSE, ZEROS_WIDTH, CHUNK_, ALIGNED, ROTATED,
             )  # fmt: skip
     else:
         if VALUE_BITS == 16 or tl.load(row + VALUES + RAW) != 0:
@@ -269,6 +269,7 @@ def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> 
         "ZEROS_WIDTH": 0 if midrise else zeros_width,
         "VALUE_ZEROS_BIT": value_zeros_bit,
         "ALIGNED": aligned,
+        "CHUNK_": CHUNK,
         "FIELD_COUNT": len(FIELDS),
         "ROTATED": bool(rotated),
     }
@@ -330,7 +331,7 @@ def launch_decode(
     """Decode a table's pieces, or only some of its chunks, then copy the live block; `keys` starts at the first."""
     tiles = table.tiles if chunks is None else table.tiles[chunks]
     origin = 0 if chunks is None else table.first_token(chunks.start)
-    numbers = [table.tokens, origin, *table.numbers()]
+    numbers = [table.tokens, origin, table.aligned, *table.format.numbers()]
     run = decode_spans if torch.compiler.is_compiling() else _launch
     run(table.rows, tiles, live.k, live.v, keys, values, numbers)
 
@@ -351,13 +352,13 @@ def _(rows, tiles, k, v, keys, values, numbers):
 
 
 def _launch(rows, tiles, k, v, keys, values, numbers):
-    tokens, origin, aligned, chunk, *form, family = numbers
+    tokens, origin, aligned, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
-    grid = (heads, len(tiles) + ceil_div(k.shape[1], chunk), 2 * batch)
+    grid = (heads, len(tiles) + ceil_div(k.shape[1], CHUNK), 2 * batch)
     arguments = (
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
-        keys, values, *keys.stride()[:3], heads, origin, chunk, FLOAT_ONE,
+        keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
     )  # fmt: skip
     if family:
         launch_rival(constants, family, grid, arguments)

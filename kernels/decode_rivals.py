@@ -177,22 +177,22 @@ def decode_quarot_chunk(
         store_tile(target, target_stride, local, valid, value, D, W)
 
 
-@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "heads", "origin", "chunk", "one"])
+@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "heads", "origin", "one"])
 def rival_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
-    keys, values, out_b, out_s, out_h, heads, origin, chunk, one, signs, lengths,
+    keys, values, out_b, out_s, out_h, heads, origin, one, signs, lengths,
     FAMILY: tl.constexpr, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr,
-    FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
+    CHUNK_: tl.constexpr, FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to `chunk` tokens of one head's keys or values; see `decode.decode_kernel`."""
+    """One program: up to CHUNK tokens of one head's keys or values; see `decode.decode_kernel`."""
     batch, h, is_key = own_head()
     tile = tl.program_id(1)
     head = batch * heads + h
     out = batch * out_b + h * out_h
     if tile >= tile_count:
-        first = (tile - tile_count).to(tl.int64) * chunk
-        count = tl.minimum(live_tokens - first, chunk).to(tl.int32)
+        first = (tile - tile_count).to(tl.int64) * CHUNK_
+        count = tl.minimum(live_tokens - first, CHUNK_).to(tl.int32)
         out += (live_start + first - origin) * out_s
         if is_key:
             copy_chunk(live_k + batch * kb + first * ks + h * kh, ks, keys + out, out_s, count, D, W, T)
@@ -201,7 +201,7 @@ def rival_kernel(
         return
     row = rows + tl.load(tiles + 2 * tile) * FIELD_COUNT
     first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
-    count = tl.minimum(tl.load(row + TOKENS) - first, chunk).to(tl.int32)
+    count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
     out += (tl.load(row + START) + first - origin) * out_s
     if is_key:
         if KEY_BITS == 16 or tl.load(row + KEYS + RAW) != 0:
@@ -250,7 +250,7 @@ def launch_shape(width: int) -> dict:
 def launch_rival(constants: dict, family: int, grid: tuple, arguments: tuple) -> None:
     """Decode a table of a family's pieces; `constants` and `arguments` are those of `decode.decode_kernel`."""
     names = ("D", "W", "KEY_BITS", "VALUE_BITS", "GROUP", "ZEROS_WIDTH", "VALUE_ZEROS_BIT")
-    names += ("FIELD_COUNT", "ALIGNED", "ROTATED")
+    names += ("CHUNK_", "FIELD_COUNT", "ALIGNED", "ROTATED")
     own = {name: constants[name] for name in names} | {"FAMILY": family}
     keys = arguments[13]
     matrix = _matrix(own["D"], keys.device) if family == QUAROT.value else (keys, keys)

@@ -54,12 +54,8 @@ for _side in "kv":
 # Of keys that are rounded along the tokens.
 NAMES_ALONG_TOKENS = {"k_scales": "k_group_scales", "k_low": "k_group_zeros"}
 
-# Tokens that one program handles: of sparse rows, where it is part of what is stored, and where no GPU is.
+# Tokens that one program handles.
 CHUNK = 128
-# Else as many as fill a GPU: programs that a multiprocessor holds, and what beginning one costs, in tokens.
-RESIDENT = 16
-STARTING = 24
-CHUNKS = range(48, 513, 16)
 ALIGNMENT = 16
 # What kernels read several bytes at a time, if it is aligned. A layer's slice of a group can begin anywhere, but
 # of these it is long: with usual numbers of tokens it is aligned.
@@ -133,24 +129,16 @@ RAW_FORMAT = Format("rtn", 16, 16, 64, 0, False)
 
 @dataclass
 class PieceTable:
-    """rows int64 `[pieces, fields]` and tiles int32 `[tiles, 2]` on the device; `keep` holds what rows point to.
-
-    chunk: tokens of a tile, at most.
-    """
+    """rows int64 `[pieces, fields]` and tiles int32 `[tiles, 2]` on the device; `keep` holds what rows point to."""
 
     rows: torch.Tensor
     tiles: torch.Tensor
     tokens: int
     format: Format
     aligned: bool
-    chunk: int
     keep: list[torch.Tensor]
     pieces: tuple[weakref.ref, ...]
     chunk_starts: tuple[int, ...]
-
-    def numbers(self) -> list[int]:
-        """What a launch must know beside the tables themselves, the way an operator of torch can take it."""
-        return [self.aligned, self.chunk, *self.format.numbers()]
 
     def first_token(self, chunk: int) -> int:
         """Position of a chunk's first token among all tokens of the table; the end for the chunk after the last."""
@@ -167,9 +155,7 @@ _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
     """The table of these pieces, all on `device`; kept until the pieces change."""
     if not pieces:
-        return PieceTable(
-            *torch.empty(2, 0, 2, dtype=torch.int64, device=device), 0, RAW_FORMAT, True, CHUNK, [], (), ()
-        )
+        return PieceTable(*torch.empty(2, 0, 2, dtype=torch.int64, device=device), 0, RAW_FORMAT, True, [], (), ())
     table = _tables.get(pieces[-1])
     if table is None or not table.describes(pieces):
         table = _tables[pieces[-1]] = _build(pieces, device)
@@ -196,60 +182,32 @@ def on_device(piece: RawBlock | PackedSpan, device: torch.device) -> RawBlock | 
 def _build(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
     rows = [_row(piece) for piece in pieces]
     lengths = tuple(piece.tokens for piece in pieces)
-    spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
-    form = Format.of(spans) if spans else RAW_FORMAT
-    chunk = CHUNK if form.sparse else _chunk(lengths, _sides(pieces[0]), _multiprocessors(device))
-    tiles, chunk_starts, starts = _tiles(lengths, chunk)
+    tiles, chunk_starts, starts = _tiles(lengths)
     fields = torch.stack([row.fields for row in rows])
     fields[:, FIELDS.index("start")] = starts
     # One copy for both; an even number of words before the tiles keeps them aligned.
     missing = fields.numel() % 2
     whole = torch.cat((fields.flatten(), fields.new_zeros(missing), tiles.view(torch.int64).flatten()))
     whole = whole.to(device, non_blocking=True)
+    spans = [piece for piece in pieces if isinstance(piece, PackedSpan)]
     rotated = any(piece.rotation is not None for piece in pieces)
     return PieceTable(
         rows=whole[: fields.numel()].view(fields.shape),
         tiles=whole[fields.numel() + missing :].view(torch.int32).view(tiles.shape),
         tokens=sum(lengths),
-        format=replace(form, rotated=rotated),
+        format=replace(Format.of(spans) if spans else RAW_FORMAT, rotated=rotated),
         aligned=all(row.aligned for row in rows),
-        chunk=chunk,
         keep=[tensor for row in rows for tensor in row.keep],
         pieces=tuple(weakref.ref(piece) for piece in pieces),
         chunk_starts=chunk_starts,
     )
 
 
-def _sides(piece: RawBlock | PackedSpan) -> int:
-    """Programs that a chunk of tokens takes: keys and values of each head."""
-    batch, _, heads, _ = piece.k.shape if isinstance(piece, RawBlock) else (piece.batch, 0, piece.heads, 0)
-    return 2 * batch * heads
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    """0 where no GPU is."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-
-
 @lru_cache(maxsize=64)
-def _chunk(lengths: tuple[int, ...], sides: int, multiprocessors: int) -> int:
-    """Tokens of a chunk with which programs come in the fewest and shortest waves: half a wave costs a whole one."""
-    if not multiprocessors:
-        return CHUNK
-
-    def duration(chunk: int) -> int:
-        programs = sides * sum(-(-tokens // chunk) for tokens in lengths)
-        return -(-programs // (RESIDENT * multiprocessors)) * (chunk + STARTING)
-
-    return min(CHUNKS, key=duration)
-
-
-@lru_cache(maxsize=64)
-def _tiles(lengths: tuple[int, ...], chunk: int) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
+def _tiles(lengths: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
     """Tiles int32 `[tiles, 2]` of pieces of so many tokens, each tile's first token among all, each piece's first."""
     starts = [0, *accumulate(lengths)][:-1]
-    tiles = [(index, first) for index, tokens in enumerate(lengths) for first in range(0, tokens, chunk)]
+    tiles = [(index, first) for index, tokens in enumerate(lengths) for first in range(0, tokens, CHUNK)]
     chunk_starts = tuple(starts[index] + first for index, first in tiles)
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 2), chunk_starts, torch.tensor(starts)
 

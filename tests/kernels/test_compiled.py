@@ -54,7 +54,7 @@ def test_packed_attention(pack, make_layer, device, form):
     table, q = pack.tables.piece_table(pieces, device), drawn(device, 1, 17, 2, 48)
     live = pack.span.RawBlock(*drawn(device, 2, 1, 5, 2, 48))
     costs = pack.attention.exact_costs(pieces, q, layer.method) if form == "exact" else None
-    numbers = [("off", "second-order", "exact").index(form), *table.numbers()]
+    numbers = [("off", "second-order", "exact").index(form), table.aligned, *table.format.numbers()]
     arguments = (table.rows, table.tiles, q, live.k, live.v, costs, numbers)
     torch.library.opcheck(pack.attention.attend_tables, arguments, test_utils=CHECKS)
 
