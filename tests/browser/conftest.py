@@ -50,28 +50,41 @@ def settings() -> dict:
     return {}
 
 
+def open_editor(chromium: Browser, server, settings: dict) -> Page:
+    """The editor with an empty graph in a fresh profile, with these settings beside `SETTINGS`."""
+    page = chromium.new_context(viewport=WINDOW).new_page()
+    page.request.post(f"{server.url}/settings", data=SETTINGS | settings)
+    page.goto(server.url)
+    # The editor opens with a graph of its own, which would replace what a test has loaded before it came.
+    page.wait_for_function(
+        "window.app?.extensionManager && app.canvas?.graph?.nodes.length"
+        " && !!LiteGraph.registered_node_types.QuantWMApply",
+        timeout=START_MS,
+    )
+    page.evaluate("app.graph.clear()")
+    return page
+
+
 @pytest.fixture
 def open_page(chromium: Browser, server) -> Iterator[Callable[[dict], Page]]:
-    """Opens the editor with an empty graph in a fresh profile, with these settings beside `SETTINGS`."""
-    contexts = []
+    """`open_editor` for one test, which may need several pages."""
+    pages = []
 
     def open_with(settings: dict) -> Page:
-        contexts.append(chromium.new_context(viewport=WINDOW))
-        page = contexts[-1].new_page()
-        page.request.post(f"{server.url}/settings", data=SETTINGS | settings)
-        page.goto(server.url)
-        # The editor opens with a graph of its own, which would replace what a test has loaded before it came.
-        page.wait_for_function(
-            "window.app?.extensionManager && app.canvas?.graph?.nodes.length"
-            " && !!LiteGraph.registered_node_types.QuantWMApply",
-            timeout=START_MS,
-        )
-        page.evaluate("app.graph.clear()")
-        return page
+        pages.append(open_editor(chromium, server, settings))
+        return pages[-1]
 
     yield open_with
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.context.close()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes2"])
+def shared_page(chromium: Browser, server, request) -> Iterator[Page]:
+    """A page of each node renderer for all tests of a file: to open one takes longer than to load a graph."""
+    page = open_editor(chromium, server, {"Comfy.VueNodes.Enabled": request.param})
+    yield page
+    page.context.close()
 
 
 @pytest.fixture

@@ -52,8 +52,8 @@ def template(models: ComfyServer, name: str) -> dict:
         motion = {"turn_rate": 18.0, "orbit": 0.2, "orbit_phase": 90.0 if negative else 0.0}
         prompt[text] = {"class_type": "QuantWMTinyWorldConditioning", "inputs": motion}
     del prompt[node_of(prompt, "CLIPLoader")]
-    output = prompt[node_of(prompt, "QuantWMCacheStats")]["inputs"]["after"]
-    prompt[LATENT_NODE] = {"class_type": "SaveLatent", "inputs": {"samples": output, "filename_prefix": "test"}}
+    last = nodes_of(prompt, "SamplerCustomAdvanced")[-1]
+    prompt[LATENT_NODE] = {"class_type": "SaveLatent", "inputs": {"samples": [last, 0], "filename_prefix": "test"}}
     return prompt
 
 
