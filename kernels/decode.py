@@ -15,7 +15,7 @@ from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .decode_pairs import TILE, decode_pairs_chunk
 from .decode_rivals import launch_rival
-from .launching import launch
+from .launching import in_rows, launch
 from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
 from .sizes import ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, layer_tables
@@ -328,12 +328,21 @@ def nothing_of(live: RawBlock) -> RawBlock:
 def launch_decode(
     table: PieceTable, live: RawBlock, keys: torch.Tensor, values: torch.Tensor, chunks: slice | None = None
 ) -> None:
-    """Decode a table's pieces, or only some of its chunks, then copy the live block; `keys` starts at the first."""
+    """Decode a table's pieces, or only some of its chunks, then copy the live block; `keys` starts at the first.
+
+    Raises:
+        ValueError: when `keys` and `values` do not lie in memory alike, channels side by side.
+    """
+    if keys.stride() != values.stride() or keys.stride(-1) != 1:
+        raise ValueError(
+            f"keys and values are decoded into tensors of the same strides, the last one 1; got {keys.stride()} and "
+            f"{values.stride()}. Cut both from one tensor [2, B, S, H, D]."
+        )
     tiles = table.tiles if chunks is None else table.tiles[chunks]
     origin = 0 if chunks is None else table.first_token(chunks.start)
     numbers = [table.tokens, origin, table.aligned, *table.format.numbers()]
     run = decode_spans if torch.compiler.is_compiling() else _launch
-    run(table.rows, tiles, live.k, live.v, keys, values, numbers)
+    run(table.rows, tiles, in_rows(live.k), in_rows(live.v), keys, values, numbers)
 
 
 @torch.library.custom_op(

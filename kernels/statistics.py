@@ -16,7 +16,7 @@ from ..quantwm_core import backends
 from ..quantwm_core.backends import Between, OneOf
 from ..quantwm_core.codec.feedback import BLOCK, DAMPING
 from .encode_tiles import as_operand, head_pointer
-from .launching import launch
+from .launching import in_rows, launch
 from .sizes import ceil_div, next_power
 
 # Widest head, and most directions, that fit in the registers and the shared memory of one program.
@@ -149,8 +149,7 @@ def _(queries, total):
 
 def _second_moment(queries: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
     batch, tokens, heads, width = queries.shape
-    if queries.stride(-1) != 1:
-        queries = queries.contiguous()
+    queries = in_rows(queries)
     moment = queries.new_empty(batch, heads, width, width, dtype=torch.float32) if total is None else total
     n, tiles = batch * heads, ceil_div(width, MOMENT_TILE) ** 2
     shares = _share_count(n, tiles, tokens)

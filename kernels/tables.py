@@ -18,6 +18,7 @@ import torch
 from ..quantwm_core.codec.bits import unpack_bits
 from ..quantwm_core.compiling import uncompiled
 from ..quantwm_core.span import PackedSpan, RawBlock
+from .launching import in_rows
 
 # Fields of a row. Addresses are 0 where a piece has no such tensor.
 SIDE = (
@@ -237,10 +238,10 @@ def _row(piece: RawBlock | PackedSpan) -> Row:
 
 
 def raw_row(k: torch.Tensor, v: torch.Tensor, keep: list[torch.Tensor]) -> dict[str, int]:
-    """Fields of keys and values in full precision, `[B, S, H, D]` of any strides with contiguous channels."""
+    """Fields of keys and values in full precision, `[B, S, H, D]` of any strides."""
     row = {}
     for side, tensor in (("k", k), ("v", v)):
-        tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+        tensor = in_rows(tensor)
         keep.append(tensor)
         row |= dict(zip((f"{side}_raw", f"{side}_raw_b", f"{side}_raw_s", f"{side}_raw_h"), _address(tensor)))
     return row
