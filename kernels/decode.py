@@ -16,6 +16,7 @@ from ..quantwm_core.span import PackedSpan, RawBlock
 from .decode_pairs import TILE, decode_pairs_chunk
 from .decode_rivals import launch_rival
 from .launching import in_rows, launch
+from .pairs import LIFTED
 from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
 from .sizes import ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, layer_tables
@@ -48,8 +49,6 @@ READABLE = {
 ROTATED_BACK = READABLE | {"method": OneOf(("quarot",)), "head_dim": Between(16, 128)}
 # Bit pattern of 1.0; see tiles.lane.
 FLOAT_ONE = 0x3F800000
-# The same for `pairs`: bfloat16 128 twice.
-PAIR_128 = 0x43004300
 FAILURES = (TritonError, RuntimeError)
 
 
@@ -185,24 +184,9 @@ def decode_kernel(
             copy_stored_chunk(row, KEYS, batch, h, first, count, keys + out, out_s, D, W, T, ROTATED)
         elif PAIRS:
             decode_pairs_chunk(
-                row,
-                KEYS,
-                first,
-                count,
-                head,
-                keys + out,
-                out_s,
-                lifted,
-                one,
-                D,
-                W,
-                T,
-                KEY_BITS,
-                GROUP,
-                RANK,
-                R,
+                row, KEYS, first, count, head, keys + out, out_s, lifted, one, D, W, T, KEY_BITS, GROUP, RANK, R,
                 ROTATED,
-            )
+            )  # fmt: skip
         else:
             decode_keys_chunk(
                 row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK,
@@ -213,24 +197,9 @@ def decode_kernel(
             copy_stored_chunk(row, VALUES, batch, h, first, count, values + out, out_s, D, W, T, False)
         elif PAIRS:
             decode_pairs_chunk(
-                row,
-                VALUES,
-                first,
-                count,
-                head,
-                values + out,
-                out_s,
-                lifted,
-                one,
-                D,
-                W,
-                T,
-                VALUE_BITS,
-                GROUP,
-                0,
-                R,
+                row, VALUES, first, count, head, values + out, out_s, lifted, one, D, W, T, VALUE_BITS, GROUP, 0, R,
                 False,
-            )
+            )  # fmt: skip
         else:
             decode_values_chunk(
                 row, first, count, head, values + out, out_s, one, D, W, T, VALUE_BITS, GROUP, MIDRISE, BOOK,
@@ -276,7 +245,10 @@ def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> 
 
 
 def in_pairs(constants: dict, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether two channels can be decoded at a time."""
+    """Whether two channels can be decoded at a time: codes come eight in a word, pairs are written as words.
+
+    More than 4 bits are too many for sums in bfloat16.
+    """
     c = constants
     return (
         c["MIDRISE"]
@@ -374,4 +346,4 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
     else:
         pairs = in_pairs(constants, keys, values)
         shape = launch_shape(constants["W"], pairs)
-        launch(decode_kernel, grid, (*arguments, PAIR_128), **constants, PAIRS=pairs, **shape)
+        launch(decode_kernel, grid, (*arguments, LIFTED.value), **constants, PAIRS=pairs, **shape)

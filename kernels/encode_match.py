@@ -23,7 +23,7 @@ from .launching import launch
 from .sizes import next_power
 from .tiles import unpack
 
-# Three programs for each multiprocessor of a large GPU.
+# Twelve programs for each multiprocessor of a large GPU.
 STEPS_TILE, STEPS_PROGRAMS = 8, 1584
 # WORDS of 4-bit codes that a thread takes of a token: with more of them fewer threads share a group's minimum, but each
 # holds more constants of channels. With STAGES tiles are read ahead, and with them the centroids that they may take.

@@ -20,7 +20,6 @@ from ..quantwm_core.codec.psac import ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE
 from ..quantwm_core.rotation import Rotation
 from .encode_match import Match
 from .encode_tiles import (
-    OPERAND,
     head_pointer,
     largest_of_tiles,
     log_code,
@@ -30,6 +29,7 @@ from .encode_tiles import (
 )
 from .launching import launch
 from .sizes import ceil_div, next_power
+from .tiles import OPERAND
 
 # Tokens of a program. Threads of one warp wait for each other at no cost; twelve such programs fit a multiprocessor.
 TILE = 32
