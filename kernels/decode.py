@@ -252,7 +252,6 @@ def in_pairs(constants: dict, keys: torch.Tensor, values: torch.Tensor) -> bool:
     c = constants
     return (
         c["MIDRISE"]
-        and c["ALIGNED"]
         and c["D"] >= 32
         and c["D"] % 8 == 0
         and {c["KEY_BITS"], c["VALUE_BITS"]} <= {2, 4, 16}
@@ -312,7 +311,7 @@ def launch_decode(
         )
     tiles = table.tiles if chunks is None else table.tiles[chunks]
     origin = 0 if chunks is None else table.first_token(chunks.start)
-    numbers = [table.tokens, origin, table.aligned, *table.format.numbers()]
+    numbers = [table.tokens, origin, table.aligned, table.pairs, *table.format.numbers()]
     run = decode_spans if torch.compiler.is_compiling() else _launch
     run(table.rows, tiles, in_rows(live.k), in_rows(live.v), keys, values, numbers)
 
@@ -333,7 +332,7 @@ def _(rows, tiles, k, v, keys, values, numbers):
 
 
 def _launch(rows, tiles, k, v, keys, values, numbers):
-    tokens, origin, aligned, *form, family = numbers
+    tokens, origin, aligned, pairs, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
     grid = (heads, len(tiles) + ceil_div(k.shape[1], CHUNK), 2 * batch)
@@ -344,6 +343,8 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
     if family:
         launch_rival(constants, family, grid, arguments)
     else:
-        pairs = in_pairs(constants, keys, values)
+        pairs = bool(pairs) and in_pairs(constants, keys, values)
+        if pairs:
+            constants = format_constants(tuple(form), head_dim, True)
         shape = launch_shape(constants["W"], pairs)
         launch(decode_kernel, grid, (*arguments, LIFTED.value), **constants, PAIRS=pairs, **shape)
