@@ -18,6 +18,7 @@ from ..quantwm_core.codec.groups import group_count
 from ..quantwm_core.methods import Method
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .decode import FLOAT_ONE, format_constants
+from .launching import in_rows
 from .rows import turn
 from .sizes import ceil_div
 from .tables import PieceTable
@@ -247,11 +248,10 @@ def attend_spans(
         correction: the setting `jensen`; corrects the logits of rounded keys.
         costs: what `exact_costs` gives, for the exact form.
     """
-    if queries.stride(-1) != 1:
-        queries = queries.contiguous()
+    queries, k, v = in_rows(queries), in_rows(live.k), in_rows(live.v)
     launch = attend_tables if torch.compiler.is_compiling() else _launch
     numbers = [JENSEN_FORMS.index(correction), table.aligned, *table.format.numbers()]
-    return launch(table.rows, table.tiles, queries, live.k, live.v, costs, numbers)
+    return launch(table.rows, table.tiles, queries, k, v, costs, numbers)
 
 
 def exact_costs(pieces: Sequence[RawBlock | PackedSpan], queries: torch.Tensor, method: Method) -> torch.Tensor:

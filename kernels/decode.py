@@ -15,7 +15,8 @@ from ..quantwm_core.codec.bits import packed_width
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .decode_pairs import TILE, decode_pairs_chunk
 from .decode_rivals import launch_rival
-from .launching import launch
+from .launching import in_rows, launch
+from .pairs import LIFTED
 from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
 from .sizes import ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, layer_tables
@@ -48,8 +49,6 @@ READABLE = {
 ROTATED_BACK = READABLE | {"method": OneOf(("quarot",)), "head_dim": Between(16, 128)}
 # Bit pattern of 1.0; see tiles.lane.
 FLOAT_ONE = 0x3F800000
-# The same for `pairs`: bfloat16 128 twice.
-PAIR_128 = 0x43004300
 FAILURES = (TritonError, RuntimeError)
 
 
@@ -185,24 +184,9 @@ def decode_kernel(
             copy_stored_chunk(row, KEYS, batch, h, first, count, keys + out, out_s, D, W, T, ROTATED)
         elif PAIRS:
             decode_pairs_chunk(
-                row,
-                KEYS,
-                first,
-                count,
-                head,
-                keys + out,
-                out_s,
-                lifted,
-                one,
-                D,
-                W,
-                T,
-                KEY_BITS,
-                GROUP,
-                RANK,
-                R,
+                row, KEYS, first, count, head, keys + out, out_s, lifted, one, D, W, T, KEY_BITS, GROUP, RANK, R,
                 ROTATED,
-            )
+            )  # fmt: skip
         else:
             decode_keys_chunk(
                 row, first, count, head, keys + out, out_s, one, D, W, T, KEY_BITS, GROUP, RANK, R, MIDRISE, BOOK,
@@ -213,24 +197,9 @@ def decode_kernel(
             copy_stored_chunk(row, VALUES, batch, h, first, count, values + out, out_s, D, W, T, False)
         elif PAIRS:
             decode_pairs_chunk(
-                row,
-                VALUES,
-                first,
-                count,
-                head,
-                values + out,
-                out_s,
-                lifted,
-                one,
-                D,
-                W,
-                T,
-                VALUE_BITS,
-                GROUP,
-                0,
-                R,
+                row, VALUES, first, count, head, values + out, out_s, lifted, one, D, W, T, VALUE_BITS, GROUP, 0, R,
                 False,
-            )
+            )  # fmt: skip
         else:
             decode_values_chunk(
                 row, first, count, head, values + out, out_s, one, D, W, T, VALUE_BITS, GROUP, MIDRISE, BOOK,
@@ -276,11 +245,13 @@ def format_constants(numbers: tuple[int, ...], head_dim: int, aligned: bool) -> 
 
 
 def in_pairs(constants: dict, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether two channels can be decoded at a time."""
+    """Whether two channels can be decoded at a time: codes come eight in a word, pairs are written as words.
+
+    More than 4 bits are too many for sums in bfloat16.
+    """
     c = constants
     return (
         c["MIDRISE"]
-        and c["ALIGNED"]
         and c["D"] >= 32
         and c["D"] % 8 == 0
         and {c["KEY_BITS"], c["VALUE_BITS"]} <= {2, 4, 16}
@@ -328,12 +299,21 @@ def nothing_of(live: RawBlock) -> RawBlock:
 def launch_decode(
     table: PieceTable, live: RawBlock, keys: torch.Tensor, values: torch.Tensor, chunks: slice | None = None
 ) -> None:
-    """Decode a table's pieces, or only some of its chunks, then copy the live block; `keys` starts at the first."""
+    """Decode a table's pieces, or only some of its chunks, then copy the live block; `keys` starts at the first.
+
+    Raises:
+        ValueError: when `keys` and `values` do not lie in memory alike, channels side by side.
+    """
+    if keys.stride() != values.stride() or keys.stride(-1) != 1:
+        raise ValueError(
+            f"keys and values are decoded into tensors of the same strides, the last one 1; got {keys.stride()} and "
+            f"{values.stride()}. Cut both from one tensor [2, B, S, H, D]."
+        )
     tiles = table.tiles if chunks is None else table.tiles[chunks]
     origin = 0 if chunks is None else table.first_token(chunks.start)
-    numbers = [table.tokens, origin, table.aligned, *table.format.numbers()]
+    numbers = [table.tokens, origin, table.aligned, table.pairs, *table.format.numbers()]
     run = decode_spans if torch.compiler.is_compiling() else _launch
-    run(table.rows, tiles, live.k, live.v, keys, values, numbers)
+    run(table.rows, tiles, in_rows(live.k), in_rows(live.v), keys, values, numbers)
 
 
 @torch.library.custom_op(
@@ -352,7 +332,7 @@ def _(rows, tiles, k, v, keys, values, numbers):
 
 
 def _launch(rows, tiles, k, v, keys, values, numbers):
-    tokens, origin, aligned, *form, family = numbers
+    tokens, origin, aligned, pairs, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
     grid = (heads, len(tiles) + ceil_div(k.shape[1], CHUNK), 2 * batch)
@@ -363,6 +343,8 @@ def _launch(rows, tiles, k, v, keys, values, numbers):
     if family:
         launch_rival(constants, family, grid, arguments)
     else:
-        pairs = in_pairs(constants, keys, values)
+        pairs = bool(pairs) and in_pairs(constants, keys, values)
+        if pairs:
+            constants = format_constants(tuple(form), head_dim, True)
         shape = launch_shape(constants["W"], pairs)
-        launch(decode_kernel, grid, (*arguments, PAIR_128), **constants, PAIRS=pairs, **shape)
+        launch(decode_kernel, grid, (*arguments, LIFTED.value), **constants, PAIRS=pairs, **shape)

@@ -31,6 +31,7 @@ from .decode import FAILURES
 from .encode_codebook import codebook_operands, learn_centroids, round_codebook
 from .encode_match import match
 from .encode_residual import encode_coefficients, encode_residual
+from .launching import in_rows
 from .statistics import LARGEST_RANK, WIDEST, feedback_weights, leading_eigenvectors
 
 # Each one more is another pass over a tile's distances.
@@ -72,7 +73,7 @@ class FusedQuantWM(QuantWM):
     def _encode_keys(
         self, k: torch.Tensor, moment: torch.Tensor | None, steering: KeySteering, state: LayerState
     ) -> dict[str, torch.Tensor]:
-        k, s = _rows(k), self.settings
+        k, s = in_rows(k), self.settings
         tokens, count = k.shape[1], self.centroid_count(k.shape[1], KEY_TOKENS_PER_CENTROID)
         before = earlier_codebook(state, "k", k.shape[0] * k.shape[2], count)
         book, operands = round_codebook(learn_centroids(k, count, before), moment, k.dtype)
@@ -88,7 +89,7 @@ class FusedQuantWM(QuantWM):
         return tensors
 
     def _encode_values(self, v: torch.Tensor, state: LayerState) -> dict[str, torch.Tensor]:
-        v, s, tokens = _rows(v), self.settings, v.shape[1]
+        v, s, tokens = in_rows(v), self.settings, v.shape[1]
         if state.due("v_centroids"):
             count = self.centroid_count(tokens, VALUE_TOKENS_PER_CENTROID)
             before = earlier_codebook(state, "v", v.shape[0] * v.shape[2], count)
@@ -105,11 +106,6 @@ class FusedQuantWM(QuantWM):
             feedback = unpacked_weights(feedback, v.shape[-1])
         tensors, _, _ = encode_residual("v", v, book, matched, s.value_bits, s.group_size, feedback)
         return tensors | {"v_centroids": book.codes, "v_centroids_grid": book.grid}
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`[B, S, H, D]` with contiguous channels."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _directions(moment: torch.Tensor, rank: int) -> torch.Tensor:

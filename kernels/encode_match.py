@@ -23,12 +23,13 @@ from .launching import launch
 from .sizes import next_power
 from .tiles import unpack
 
-# Three programs for each multiprocessor of a large GPU.
+# Twelve programs for each multiprocessor of a large GPU.
 STEPS_TILE, STEPS_PROGRAMS = 8, 1584
 # WORDS of 4-bit codes that a thread takes of a token: with more of them fewer threads share a group's minimum, but each
 # holds more constants of channels. With STAGES tiles are read ahead, and with them the centroids that they may take.
 STEPS_LAUNCH = {"WORDS": 2, "STAGES": 3, "num_warps": 1, "maxnreg": 168}
 STEP_OVER_RMS = tl.constexpr(TWO_BIT_STEP)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @dataclass
@@ -59,8 +60,10 @@ def _group_steps(residual, BITS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     peak = tl.max(tl.abs(groups), axis=2)
     if BITS != 2:
         return peak * (2.0 / ((1 << BITS) - 1))
-    # Normalised before squaring: values near the smallest float would vanish.
-    unit = groups * tl.where(peak > 0, 1.0 / tl.where(peak > 0, peak, 1.0), 0.0)[:, :, None]
+    # Normalised before squaring: values near the smallest float would vanish. The reciprocal of smaller ones than the
+    # smallest normal float is infinite, and one infinite step leaves none to the rest of the head.
+    peak = tl.maximum(peak, SMALLEST_NORMAL)
+    unit = groups * (1.0 / peak)[:, :, None]
     size = tl.minimum(D - tl.arange(0, W // GROUP) * GROUP, GROUP)
     mean = tl.sum(unit * unit, axis=2) / tl.maximum(size, 1).to(tl.float32)[None, :]
     return STEP_OVER_RMS * peak * tl.sqrt(mean)

@@ -79,7 +79,8 @@ def _nearest_kernel(
         for turn in tl.static_range(CANDIDATES):
             # NaN is never the lesser.
             nearest = tl.minimum(tl.min(best, axis=1), FARTHEST)
-            ids = tl.where(nearest == FARTHEST, ids, index_of(nearest))
+            # Tokens about as large as floats can be are farther from all centroids than what stands for none.
+            ids = tl.where(nearest == FARTHEST, ids, tl.minimum(index_of(nearest), count - 1))
             taken |= ids.to(taken.dtype) << (8 * turn)
             best = tl.where(best == nearest[:, None], FARTHEST, best)
         tl.store(nearest_out + n * tokens + token, taken, mask=token < tokens)
@@ -108,4 +109,7 @@ def shares(tokens: int, heads: int, tile: int, programs: int) -> tuple[int, int]
 @lru_cache
 def large_blocks(device: torch.device) -> bool:
     """Whether a block may have clearly more shared memory than the 99 KiB of a gaming GPU."""
-    return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 128 << 10
+    if device.type != "cuda":
+        return False
+    # Not every torch tells.
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) > 128 << 10

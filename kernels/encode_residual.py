@@ -20,7 +20,6 @@ from ..quantwm_core.codec.psac import ROW_SCALE_BITS, ROW_SCALE_PER_OCTAVE
 from ..quantwm_core.rotation import Rotation
 from .encode_match import Match
 from .encode_tiles import (
-    OPERAND,
     head_pointer,
     largest_of_tiles,
     log_code,
@@ -30,6 +29,7 @@ from .encode_tiles import (
 )
 from .launching import launch
 from .sizes import ceil_div, next_power
+from .tiles import OPERAND
 
 # Tokens of a program. Threads of one warp wait for each other at no cost; twelve such programs fit a multiprocessor.
 TILE = 32
@@ -147,7 +147,7 @@ def _pairs_in_place(x, T: tl.constexpr):
 
 @triton.jit
 def _turned(errors, cos, sin, token, FIRST: tl.constexpr, D: tl.constexpr, T: tl.constexpr):
-    """RoPE of the errors of 16 channels, in place."""
+    """RoPE of the errors of 16 channels, in place; `token` counts from where the angles begin."""
     pair = FIRST // 2 + tl.arange(0, 8)
     offset = token[:, None] * (D // 2) + pair[None, :]
     c = _pairs_in_place(tl.load(tl.max_contiguous(cos + offset, (1, 2))), T)
@@ -190,6 +190,9 @@ def _residual_kernel(
         wanted, factors, scales_out, top, row, valid, GROUPS, GP, T, SCALE_BITS, PER_OCTAVE, BITS
     )  # fmt: skip
     grid += n * 2 * D
+    if ROTATED:
+        cos += program.to(tl.int64) * (T * (D // 2))
+        sin += program.to(tl.int64) * (T * (D // 2))
     feedback += (n % feedback_heads) * D * D
     basis += n * D * RANK
     step, inverse = _column(steps, 0, GP), _column(inverses, 0, GP)
@@ -216,7 +219,7 @@ def _residual_kernel(
             channel = block * 16 + _place(tl.arange(0, 16))[:, None]
             pointer = tl.max_contiguous(basis + channel * RANK + direction, (1, 4))
             directions = tl.load(pointer, mask=direction < RANK, other=0.0).to(OPERAND)
-            turned = _turned(own, cos, sin, token, block * 16, D, T) if ROTATED else own
+            turned = _turned(own, cos, sin, token - program * T, block * 16, D, T) if ROTATED else own
             raw = tl.dot(turned, directions, raw, input_precision="ieee")
     _store_codes(packed, codes_out, row, valid, D - 16, D, BITS)
     if RANK:

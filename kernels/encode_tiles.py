@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from .tiles import INTERPRETED
 
-# Operands of matrix products. The interpreter multiplies bfloat16 as the integers that it stores it in.
-OPERAND = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)
-# Channels that one program of a codebook kernel takes, and that error feedback rounds at a time.
+# Channels that one program of a codebook kernel takes.
 SLICE = tl.constexpr(16)
 
 

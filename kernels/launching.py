@@ -31,6 +31,11 @@ def launch(kernel, grid: tuple[int, ...], arguments: tuple, **constants) -> None
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
 
 
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` `[..., D]` with channels side by side, as all kernels read it; copied only if it is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _kind(value: Any) -> Any:
     """What Triton compiles for: the type, and of a tensor its alignment by 16."""
     if isinstance(value, torch.Tensor):

@@ -7,11 +7,11 @@ import struct
 import triton
 import triton.language as tl
 
-from .encode_tiles import INTERPRETED
+from .tiles import INTERPRETED
 
 
 def _twice(value: float) -> tl.constexpr:
-    """Bit pattern of a pair of equal numbers that bfloat16 holds exactly."""
+    """Bit pattern of a pair of equal numbers that bfloat16 holds exactly, an int32."""
     (bits,) = struct.unpack(">H", struct.pack(">f", value)[:2])
     return tl.constexpr(struct.unpack(">i", struct.pack(">HH", bits, bits))[0])
 
@@ -20,7 +20,7 @@ UPPER = tl.constexpr(-65536)
 ONE = _twice(1.0)
 HALF = _twice(0.5)
 SIXTEENTH = _twice(0.0625)
-# 128 counts ones in its last bits; see `_lift`.
+# 128 counts ones in its last bits; see `_lift`. It comes as an argument, `lifted`, as `one` does for `tiles.lane`.
 LIFTED = _twice(128.0)
 MINUS_11 = _twice(-11.0)
 MINUS_64 = _twice(-64.0)
@@ -86,7 +86,7 @@ def _bytes(a, b, BYTE: tl.constexpr):
     if INTERPRETED:
         return ((a >> (8 * BYTE)) & 0xFF) | ((b >> (8 * BYTE)) & 0xFF) << 16
     else:
-        # Four bytes are picked by their numbers among the eight of `b` and `a`.
+        # Four bytes are picked by their numbers among the eight of `a` and `b`, in this order.
         ask: tl.constexpr = 0x4400 + 0x1111 * BYTE
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", [a, b, ask], dtype=tl.int32, is_pure=True, pack=1

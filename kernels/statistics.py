@@ -16,7 +16,7 @@ from ..quantwm_core import backends
 from ..quantwm_core.backends import Between, OneOf
 from ..quantwm_core.codec.feedback import BLOCK, DAMPING
 from .encode_tiles import as_operand, head_pointer
-from .launching import launch
+from .launching import in_rows, launch
 from .sizes import ceil_div, next_power
 
 # Widest head, and most directions, that fit in the registers and the shared memory of one program.
@@ -88,7 +88,6 @@ def _moment_kernel(
         tl.debug_barrier()
         if tl.atomic_add(arrived + place, 1, sem="acq_rel") < SHARES - 1:
             return
-        tl.store(arrived + place, 0)
         total = tl.zeros((W, W), tl.float32)
         for other in tl.static_range(SHARES):
             total += tl.load(own + other * (W * W), cache_modifier=".cg")
@@ -150,15 +149,16 @@ def _(queries, total):
 
 def _second_moment(queries: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
     batch, tokens, heads, width = queries.shape
-    if queries.stride(-1) != 1:
-        queries = queries.contiguous()
+    queries = in_rows(queries)
     moment = queries.new_empty(batch, heads, width, width, dtype=torch.float32) if total is None else total
     n, tiles = batch * heads, ceil_div(width, MOMENT_TILE) ** 2
     shares = _share_count(n, tiles, tokens)
     parts, arrived = moment, moment
     if shares > 1:
         parts = queries.new_empty(n * tiles * shares * MOMENT_TILE**2, dtype=torch.float32)
-        arrived = _counters(queries.device, _stream(queries.device), n * tiles)
+        # Zeros of this call: kept for the next one, they would outlive the run, and a kernel that did not come to its
+        # end, or a CUDA graph's memory, would spoil them.
+        arrived = queries.new_zeros(n * tiles, dtype=torch.int32)
     launch(
         _moment_kernel, (shares, tiles, n), (queries, moment, parts, arrived, tokens, heads, *queries.stride()[:3]),
         D=width, W=MOMENT_TILE, T=MOMENT_TOKENS, SHARES=shares, ADD=total is not None, **MOMENT_LAUNCH,
@@ -172,16 +172,6 @@ def _share_count(n: int, tiles: int, tokens: int) -> int:
     side = math.isqrt(tiles)
     wanted = min(ceil_div(MOMENT_PROGRAMS, n * side * (side + 1) // 2), ceil_div(tokens, MOMENT_TOKENS), MOST_SHARES)
     return next_power(wanted)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-@lru_cache
-def _counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
-    """Zeros int32 `[count]`, which every launch leaves as zeros; launches that may overlap need their own."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @triton.jit

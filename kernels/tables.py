@@ -18,6 +18,7 @@ import torch
 from ..quantwm_core.codec.bits import unpack_bits
 from ..quantwm_core.compiling import uncompiled
 from ..quantwm_core.span import PackedSpan, RawBlock
+from .launching import in_rows
 
 # Fields of a row. Addresses are 0 where a piece has no such tensor.
 SIDE = (
@@ -129,13 +130,17 @@ RAW_FORMAT = Format("rtn", 16, 16, 64, 0, False)
 
 @dataclass
 class PieceTable:
-    """rows int64 `[pieces, fields]` and tiles int32 `[tiles, 2]` on the device; `keep` holds what rows point to."""
+    """rows int64 `[pieces, fields]` and tiles int32 `[tiles, 2]` on the device; `keep` holds what rows point to.
+
+    aligned: what kernels read as words is aligned by 16; pairs: what `decode_pairs` reads is aligned as that needs.
+    """
 
     rows: torch.Tensor
     tiles: torch.Tensor
     tokens: int
     format: Format
     aligned: bool
+    pairs: bool
     keep: list[torch.Tensor]
     pieces: tuple[weakref.ref, ...]
     chunk_starts: tuple[int, ...]
@@ -155,7 +160,8 @@ _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
     """The table of these pieces, all on `device`; kept until the pieces change."""
     if not pieces:
-        return PieceTable(*torch.empty(2, 0, 2, dtype=torch.int64, device=device), 0, RAW_FORMAT, True, [], (), ())
+        nothing = torch.empty(2, 0, 2, dtype=torch.int64, device=device)
+        return PieceTable(*nothing, 0, RAW_FORMAT, True, True, [], (), ())
     table = _tables.get(pieces[-1])
     if table is None or not table.describes(pieces):
         table = _tables[pieces[-1]] = _build(pieces, device)
@@ -197,6 +203,7 @@ def _build(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> Pie
         tokens=sum(lengths),
         format=replace(Format.of(spans) if spans else RAW_FORMAT, rotated=rotated),
         aligned=all(row.aligned for row in rows),
+        pairs=all(row.pairs for row in rows),
         keep=[tensor for row in rows for tensor in row.keep],
         pieces=tuple(weakref.ref(piece) for piece in pieces),
         chunk_starts=chunk_starts,
@@ -218,6 +225,7 @@ class Row:
 
     fields: torch.Tensor
     aligned: bool
+    pairs: bool
     keep: list[torch.Tensor]
 
 
@@ -232,15 +240,30 @@ def _row(piece: RawBlock | PackedSpan) -> Row:
         row = _span_row(piece, keep) if isinstance(piece, PackedSpan) else raw_row(piece.k, piece.v, keep)
         row |= {"tokens": piece.tokens} | _angles(piece, keep)
         aligned = all(row.get(field, 0) % ALIGNMENT == 0 for field in READ_AS_WORDS)
-        known = _rows[piece] = Row(torch.tensor([row.get(field, 0) for field in FIELDS]), aligned, keep)
+        pairs = all(row.get(field, 0) % step == 0 for field, step in _for_pairs(piece).items())
+        known = _rows[piece] = Row(torch.tensor([row.get(field, 0) for field in FIELDS]), aligned, pairs, keep)
     return known
 
 
+def _for_pairs(piece: RawBlock | PackedSpan) -> dict[str, int]:
+    """The alignment that `decode_pairs` needs, by field.
+
+    Slices of a group have it at any number of tokens. Results are rounded there as nowhere else, so that what is read
+    in this way must not depend on where a span lies: one that is kept on the CPU comes back in storage of its own.
+    """
+    steps = {"k_grid": 16, "v_grid": 16, "cos": 16, "sin": 16}
+    if isinstance(piece, PackedSpan):
+        # Eight codes of so many bits are a word of as many bytes; coefficients come two bytes at a time if they can.
+        steps |= {"k_codes": piece.key_bits, "v_codes": piece.value_bits, "k_centroids": 4, "v_centroids": 4}
+        steps["psac_c"] = 1 if (piece.rank + 1) // 2 % 2 else 2
+    return steps
+
+
 def raw_row(k: torch.Tensor, v: torch.Tensor, keep: list[torch.Tensor]) -> dict[str, int]:
-    """Fields of keys and values in full precision, `[B, S, H, D]` of any strides with contiguous channels."""
+    """Fields of keys and values in full precision, `[B, S, H, D]` of any strides."""
     row = {}
     for side, tensor in (("k", k), ("v", v)):
-        tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+        tensor = in_rows(tensor)
         keep.append(tensor)
         row |= dict(zip((f"{side}_raw", f"{side}_raw_b", f"{side}_raw_s", f"{side}_raw_h"), _address(tensor)))
     return row

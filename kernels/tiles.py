@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .tables import FIELDS, SIDE
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 TOKENS = tl.constexpr(FIELDS.index("tokens"))
 START = tl.constexpr(FIELDS.index("start"))
@@ -48,7 +48,7 @@ COS = tl.constexpr(FIELDS.index("cos"))
 SIN = tl.constexpr(FIELDS.index("sin"))
 
 # Operands of matrix products. The interpreter multiplies bfloat16 as the integers that it stores it in.
-OPERAND = tl.constexpr(tl.float32 if INTERPRETED else tl.bfloat16)
+OPERAND = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
 
 # Row scales of INT4 coefficients, as quantwm_core.codec.psac stores them.
 ROW_SCALE_PER_OCTAVE = tl.constexpr(16)

@@ -34,7 +34,7 @@ def build(kernel, constants, options, capability):
     return compiled.metadata.shared
 
 def split(shape):
-    options = {name: shape.pop(name) for name in ("num_warps", "num_stages") if name in shape}
+    options = {name: shape.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in shape}
     return shape, options
 
 capability = int(sys.argv[1])

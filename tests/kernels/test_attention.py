@@ -75,6 +75,14 @@ def test_blocks_in_full_precision_join_the_same_softmax(pack, make_layer):
     assert_close(pack.attention.attend_spans(table, live, q), reference(layer, q, live), DTYPES[0])
 
 
+def test_channels_of_the_live_block_that_lie_apart(pack, make_layer):
+    layer = make_layer([20], dtype=DTYPES[0])
+    table, live, q = problem(pack, layer, queries=17)
+    apart = pack.span.RawBlock(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (live.k, live.v)))
+    assert apart.k.stride(-1) > 1
+    assert torch.equal(pack.attention.attend_spans(table, apart, q), pack.attention.attend_spans(table, live, q))
+
+
 def test_huge_logits_stay_finite(pack, make_layer):
     layer = make_layer([40], dtype=torch.float32 if INTERPRETED else torch.bfloat16, keys=lambda k: k * 100)
     table, live, q = problem(pack, layer, queries=17)

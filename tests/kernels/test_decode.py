@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -119,6 +122,53 @@ def test_strided_live_block(pack, make_layer):
     assert torch.equal(keys[:, 20:], block.k) and torch.equal(values[:, 20:], block.v)
 
 
+def test_live_block_whose_channels_lie_apart(pack, make_layer):
+    layer = make_layer([20])
+    span = layer.entries[0].stored
+    live = torch.randn(1, 9, 64, 2, device=span.tensors["k_codes"].device).transpose(2, 3)
+    keys, values = torch.full((2, 1, 29, 2, 64), float("nan"), device=live.device)
+    pack.decode.decode_layer(layer.method, [span, pack.span.RawBlock(live, 2 * live)], keys, values)
+    assert torch.equal(keys[:, 20:], live) and torch.equal(values[:, 20:], 2 * live)
+
+
+def odd_rows(shape, device):
+    """Rows that begin at odd and at even elements in turn."""
+    return torch.full((*shape[:-1], shape[-1] + 1), 7.0, dtype=torch.bfloat16, device=device)[..., :-1]
+
+
+def odd_start(shape, device):
+    return torch.full((math.prod(shape) + 1,), 7.0, dtype=torch.bfloat16, device=device)[1:].view(shape)
+
+
+def by_heads(shape, device):
+    """The order in which attention reads them: `[B, H, S, D]`."""
+    batch, tokens, heads, width = shape[1:]
+    return torch.full((2, batch, heads, tokens, width), 7.0, dtype=torch.bfloat16, device=device).transpose(2, 3)
+
+
+@pytest.mark.parametrize(("layout", "in_pairs"), [(odd_rows, False), (odd_start, False), (by_heads, True)])
+def test_layouts_of_the_result(pack, make_layer, device, layout, in_pairs):
+    """Pairs are written as words, so they must begin at even elements; what lies between rows stays."""
+    layer, shape = make_layer([5, 3], batch=2, head_dim=40, dtype=torch.bfloat16), (2, 2, 8, 2, 40)
+    pieces = [entry.stored for entry in layer.entries]
+    expected, actual = torch.zeros(shape, dtype=torch.bfloat16, device=device), layout(shape, device)
+    pack.operations.decode_layer(layer.method, pieces, *expected)
+    pack.decode.decode_layer(layer.method, pieces, *actual)
+    form = pack.tables.piece_table(pieces, device).format.numbers()
+    constants = pack.decode.format_constants(tuple(form[:-1]), 40, True)
+    assert pack.decode.in_pairs(constants, *actual) == in_pairs
+    assert_within_three_roundings(actual, expected)
+    if layout is odd_rows:
+        assert (actual.as_strided((2, 2, 8, 2, 41), actual.stride())[..., 40] == 7).all()
+
+
+def test_results_that_lie_differently_are_refused(pack, make_layer, device):
+    layer = make_layer([5])
+    keys, values = torch.empty(1, 5, 2, 64, device=device), torch.empty(1, 2, 5, 64, device=device).transpose(1, 2)
+    with pytest.raises(ValueError, match="same strides"):
+        pack.decode.decode_layer(layer.method, [layer.entries[0].stored], keys, values)
+
+
 def test_batch_slices_share_storage(pack, make_layer):
     layer = make_layer([21], batch=3, heads=1, head_dim=48)
     whole, _ = decode_both(pack, layer)
@@ -155,6 +205,27 @@ def test_layers_that_were_packed_together(pack, device, tokens, aligned):
         assert_within_one_ulp(*reversed(decode_both(pack, layer)))
     second = [entry.stored for entry in world.layers[1].entries]
     assert pack.tables.piece_table(second, device).aligned == aligned
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_where_a_span_lies_changes_nothing(pack, device, rank):
+    """Slices of a group that are not aligned are decoded as copies are that come from the CPU."""
+    cache = bare_module("quantwm_core.cache")
+    world = cache.WorldCache(pack.settings.CacheSettings(rank=rank), cache.CacheGeometry(3, 1, 40), device)
+    with pack.backends.only_eager("encode_span", "second_moment"):
+        for layer in range(3):
+            q, k, v = torch.randn(3, 1, 7, 1, 40, generator=torch.Generator().manual_seed(layer)).to(device).bfloat16()
+            world.layers[layer].append(k, v, q)
+            world.commit(layer)
+    for layer in world.layers[1:]:
+        span = layer.entries[0].stored
+        copy = replace(span, tensors={name: tensor.clone() for name, tensor in span.tensors.items()})
+        tables = [pack.tables.piece_table([piece], device) for piece in (span, copy)]
+        assert [table.aligned for table in tables] == [False, True] and all(table.pairs for table in tables)
+        results = torch.full((2, 2, 1, 7, 1, 40), float("nan"), dtype=torch.bfloat16, device=device)
+        for piece, result in zip((span, copy), results, strict=True):
+            pack.decode.decode_layer(layer.method, [piece], *result)
+        assert torch.equal(*results)
 
 
 def mixed_layer(pack, make_layer, widths, **shape):

@@ -234,6 +234,34 @@ def test_tokens_that_are_no_numbers_take_a_centroid_that_exists(kernels, core, d
     assert (found.ids < 5).all()
 
 
+@pytest.mark.parametrize(("huge", "candidates"), [(3e38, 1), (-3e38, 4)])
+def test_huge_tokens_take_a_centroid_that_exists(kernels, core, device, huge, candidates):
+    """Distances overflow, and then the places that no centroid has are nearer."""
+    x = tokens_of(device, tokens=80)
+    given = prepared(kernels, core, x, 5)
+    x[:, 7] = huge
+    found = kernels.encode_match.match(x, given.book, operands_of(kernels, given, x), 2, 64, candidates)
+    assert (found.ids < 5).all()
+
+
+def test_steps_below_the_smallest_normal_float(kernels, core, device):
+    """A reciprocal overflows there, and one infinite step would leave none to all other tokens of the head."""
+    smallest = torch.finfo(torch.float32).tiny
+    x = torch.full((1, 16, 1, 32), smallest, dtype=torch.bfloat16, device=device)
+    book, operands = kernels.encode_codebook.round_codebook(
+        kernels.encode_codebook.learn_centroids(x, 3), None, x.dtype
+    )
+    x[:, 3, :, 16:] = smallest * torch.linspace(1.02, 1.2, 16)
+    x[:, 5, :, 3] = smallest * 1.125
+    found = kernels.encode_match.match(x, book, operands, 2, 16)
+    residual = core.span.by_heads(x) - core.codebook.gather_centroids(book.decode(), found.ids)
+    expected = core.midrise.midrise_step(residual, 2, 16)
+    assert expected.any()
+    # A GPU may round what is below the smallest normal float to zero.
+    torch.testing.assert_close(found.wanted, expected, rtol=1e-4, atol=smallest)
+    assert torch.equal(found.peaks.amax(1), found.wanted.amax((1, 2)))
+
+
 def encoded(kernels, core, device, k, v, method=None, stats=None, state=None, **settings):
     method = method or core.methods.QuantWM(core.settings.CacheSettings(**settings))
     heads, width = k.shape[2:]

@@ -46,7 +46,7 @@ def test_second_moment(kernels, core, device, shape, dtype):
 
 @pytest.mark.parametrize("shape", [(1, 700, 2, 80), (2, 513, 1, 64), (1, 1100, 1, 16)], ids=str)
 def test_shares_of_the_tokens_are_added_to_a_total(kernels, device, shape):
-    """Long enough for several programs a tile, the last of which adds; the next launch finds their counters at zero."""
+    """Long enough for several programs a tile, the last of which adds."""
     q = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     expected = bare_module("quantwm_core.query_stats").second_moment(q)
     total = kernels.second_moment(q)
@@ -54,6 +54,20 @@ def test_shares_of_the_tokens_are_added_to_a_total(kernels, device, shape):
     assert torch.equal(total, kernels.second_moment(q))
     assert kernels.second_moment(q, total) is total
     assert torch.equal(total, 2 * kernels.second_moment(q))
+
+
+def test_a_launch_that_did_not_finish_spoils_no_later_one(kernels, device, monkeypatch):
+    """Programs count each other; a share that never came must not be missed again."""
+    q = torch.randn(1, 700, 1, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    expected, launch = kernels.second_moment(q), kernels.launch
+
+    def without_one_share(kernel, grid, *arguments, **constants):
+        launch(kernel, (grid[0] - 1, *grid[1:]), *arguments, **constants)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "launch", without_one_share)
+        kernels.second_moment(q)
+    assert torch.equal(kernels.second_moment(q), expected)
 
 
 def test_second_moment_of_a_view(kernels, device):
