@@ -99,18 +99,21 @@ def measure(geometry: Geometry, layout: str, settings: CacheSettings, heads: int
         cache.commit(0)
     record = cache.record()
     scale = geometry.layers * geometry.heads / heads
-    packed_elements = layer.packed_elements()
+    return _row(geometry, layout, record, scale, layer.packed_elements()) | {"measured_heads": heads}
+
+
+def _row(geometry: Geometry, layout: str, record: dict, scale: float, elements: int) -> dict:
+    """A row from the record of a cache that holds `elements` packed numbers, sizes times `scale`."""
     return {
         "geometry": geometry.name,
         "layout": layout,
         "tokens": geometry.tokens,
-        "bits_per_element": round(8 * record["bytes_packed"] / packed_elements, 4),
+        "bits_per_element": round(8 * record["bytes_packed"] / elements, 4),
         "gib_bf16": round(record["bytes_bf16"] * scale / 2**30, 3),
         "gib_packed": round(record["bytes_packed"] * scale / 2**30, 3),
         "ratio_packed": record["ratio_packed"],
         "ratio_resident": record["ratio_resident"],
         "bytes_by_part": {part: round(count * scale) for part, count in record["bytes_by_part"].items()},
-        "measured_heads": heads,
     }
 
 
@@ -131,19 +134,10 @@ def measure_whole(geometry: Geometry, layout: str, settings: CacheSettings, devi
     in_bf16 = _allocated(device) - before
     for index in range(geometry.layers):
         cache.commit(index)
-    record = cache.record()
-    return {
-        "geometry": geometry.name,
-        "layout": layout,
-        "tokens": tokens,
-        "bits_per_element": round(16 * record["bytes_packed"] / record["bytes_bf16"], 4),
-        "gib_bf16": round(record["bytes_bf16"] / 2**30, 3),
-        "gib_packed": round(record["bytes_packed"] / 2**30, 3),
-        "ratio_packed": record["ratio_packed"],
-        "ratio_resident": record["ratio_resident"],
+    packed = _allocated(device) - before
+    return _row(geometry, layout, cache.record(), 1, sum(layer.packed_elements() for layer in cache.layers)) | {
         "gib_allocated_bf16": round(in_bf16 / 2**30, 3),
-        "gib_allocated_packed": round((_allocated(device) - before) / 2**30, 3),
-        "bytes_by_part": record["bytes_by_part"],
+        "gib_allocated_packed": round(packed / 2**30, 3),
     }
 
 

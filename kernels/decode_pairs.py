@@ -12,25 +12,16 @@ import triton.language as tl
 
 from .pairs import HALF, MINUS_64, MINUS_143, ONE, fma2, four_bit_pairs, halves, pair, two_bit_pairs
 from .tiles import (
-    CENTROIDS,
-    CODES,
     COS,
-    COUNT,
     GRID,
-    IDS,
     OPERAND,
-    PSAC_C,
-    PSAC_C_FACTOR,
-    PSAC_C_SCALES,
     PSAC_U,
-    SCALES,
     SIN,
-    TOKENS,
-    TOP,
-    byte_pointer,
     fetch_rows,
     finish_rows,
     log_scale,
+    open_correction,
+    open_side,
 )
 
 # What one warp and a product of a matrix unit take at once.
@@ -66,14 +57,7 @@ def open_pairs(
 
     Returns (codes, scales, ids, book, half of the scales' factor, the codebook's grid in pairs).
     """
-    groups: tl.constexpr = (D + GROUP - 1) // GROUP
-    scale_bits: tl.constexpr = 4 if BITS == 2 else 8
-    item = head * tl.load(row + TOKENS) + first
-    codes = byte_pointer(row, SIDE_ + CODES, item * (D * BITS // 8))
-    scales = byte_pointer(row, SIDE_ + SCALES, item * ((groups * scale_bits + 7) // 8))
-    ids = byte_pointer(row, SIDE_ + IDS, item)
-    book = byte_pointer(row, SIDE_ + CENTROIDS, head * tl.load(row + SIDE_ + COUNT) * (D // 2))
-    top = tl.load(tl.load(row + SIDE_ + TOP).to(tl.pointer_type(tl.bfloat16)) + head).to(tl.float32)
+    codes, scales, _, ids, book, top, _, _ = open_side(row, SIDE_, head, first, D, W, BITS, GROUP, True, True, 0)
     grid = tl.load(row + SIDE_ + GRID).to(tl.pointer_type(tl.bfloat16)) + head * (2 * D)
     grid = tl.multiple_of(grid.to(tl.pointer_type(tl.int32)), 16)
     return codes, scales, ids, book, top * 0.5, grid
@@ -176,18 +160,6 @@ def _column(place):
 
 
 @triton.jit
-def open_rows(row, head, first, RANK: tl.constexpr):
-    """As `tiles.open_correction` for dense coefficients of few bits, with neither bitmap nor basis."""
-    present = tl.load(row + PSAC_U) != 0
-    items = head * tl.load(row + TOKENS) + first
-    coefficients = byte_pointer(row, PSAC_C, items * ((RANK + 1) // 2))
-    scales = byte_pointer(row, PSAC_C_SCALES, items)
-    factors = tl.load(row + PSAC_C_FACTOR).to(tl.pointer_type(tl.bfloat16))
-    factor = tl.load(factors + head, mask=present, other=0.0).to(tl.float32)
-    return coefficients, scales, factor, present, present, present
-
-
-@triton.jit
 def load_basis(row, head, D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr):
     """The correction's basis bf16 `[R, W]` in the order of `_column`; zero where there is none."""
     channel = _column(tl.arange(0, W))
@@ -258,7 +230,8 @@ def decode_pairs_chunk(
     correction = side
     basis = ids
     if RANK:
-        correction = open_rows(row, head, first, RANK)
+        # Without its basis, whose columns lie otherwise here; what is not used is not read.
+        correction = open_correction(row, head, first, D, W, RANK, R, True, False)
     even = _fetch(side, correction, tokens, count, ids, D, W, BITS, GROUP, RANK, R)
     ids = fetch_ids(side, tokens + T, count)
     if RANK:
