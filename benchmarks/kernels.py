@@ -191,11 +191,15 @@ class Bench:
 
     def _decode(self, case: Case, history: list) -> None:
         tokens = sum(piece.tokens for piece in history)
-        keys, values = torch.empty(2, 1, tokens, case.heads, case.head_dim, dtype=torch.bfloat16, device=self.device)
         packed = self.core["span"].storage_bytes(t for piece in history for t in piece.tensors.values())
-        for entry in self._implementations("decode_layer", keys, case.eager):
-            run = partial(entry.run, self.method, history, keys, values)
-            self.add("decode_layer", case.shape, entry.backend, run, moved=packed + keys.nbytes + values.nbytes)
+        for dtype, note in ((torch.bfloat16, ""), (torch.float16, " fp16")):
+            keys, values = torch.empty(2, 1, tokens, case.heads, case.head_dim, dtype=dtype, device=self.device)
+            moved = packed + keys.nbytes + values.nbytes
+            for entry in self._implementations("decode_layer", keys, case.eager):
+                run = partial(entry.run, self.method, history, keys, values)
+                self.add("decode_layer", case.shape + note, entry.backend, run, moved)
+        source, target = torch.empty(2, moved // 2, dtype=torch.uint8, device=self.device)
+        self.add("copy of as many bytes", case.shape, "torch", lambda: target.copy_(source), moved)
 
     def _attend(self, case: Case, history: list) -> None:
         q, k, v = self._structured(case.queries, case)

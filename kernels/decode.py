@@ -16,7 +16,7 @@ from ..quantwm_core.span import PackedSpan, RawBlock
 from .decode_pairs import TILE, decode_pairs_chunk
 from .decode_rivals import launch_rival
 from .launching import in_rows, launch
-from .pairs import LIFTED
+from .pairs import LIFTED, LIFTED_16
 from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
 from .sizes import ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, layer_tables
@@ -50,6 +50,8 @@ ROTATED_BACK = READABLE | {"method": OneOf(("quarot",)), "head_dim": Between(16,
 # Bit pattern of 1.0; see tiles.lane.
 FLOAT_ONE = 0x3F800000
 FAILURES = (TritonError, RuntimeError)
+# Four times as many programs as a large GPU holds at once.
+PROGRAMS = 4 * 16 * 132
 
 
 @triton.jit
@@ -149,35 +151,49 @@ def decode_values_chunk(
 
 
 # Not compiled anew where these are 1 or divisible by 16.
-@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "heads", "origin", "one", "lifted"])
+@triton.jit(
+    do_not_specialize=[
+        *("tile_count", "live_tokens", "live_start", "entries", "heads", "origin", "one", "lifted", "of_piece", "part")
+    ]
+)
 def decode_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
-    keys, values, out_b, out_s, out_h, heads, origin, one, lifted,
+    keys, values, out_b, out_s, out_h, entries, heads, origin, one, lifted, of_piece, part,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, MIDRISE: tl.constexpr, BOOK: tl.constexpr,
     SPARSE: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr, CHUNK_: tl.constexpr,
     FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to CHUNK tokens of one head's keys or values, of a stored piece or (beyond them) the live block.
+    """One program: a chunk of one head's keys or `part` tokens of its values, stored ones or those of the live block.
 
-    `origin` is the token that comes first in the output.
+    `origin` is the token that comes first in the output, `of_piece` see `tables.PieceTable`.
     """
-    batch, h, is_key = own_head()
+    batch, h, side = own_head(entries)
+    is_key = side == 0
+    begin = tl.where(is_key, 0, (side - 1) * part)
+    most = tl.where(is_key, CHUNK_, part)
     tile = tl.program_id(1)
     head = batch * heads + h
     out = batch * out_b + h * out_h
     if tile >= tile_count:
-        first = (tile - tile_count).to(tl.int64) * CHUNK_
-        count = tl.minimum(live_tokens - first, CHUNK_).to(tl.int32)
+        first = (tile - tile_count).to(tl.int64) * CHUNK_ + begin
+        count = tl.minimum(live_tokens - first, most).to(tl.int32)
         out += (live_start + first - origin) * out_s
         if is_key:
             copy_chunk(live_k + batch * kb + first * ks + h * kh, ks, keys + out, out_s, count, D, W, T)
         else:
             copy_chunk(live_v + batch * vb + first * vs + h * vh, vs, values + out, out_s, count, D, W, T)
         return
-    row = rows + tl.load(tiles + 2 * tile) * FIELD_COUNT
-    first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
-    count = tl.minimum(tl.load(row + TOKENS) - first, CHUNK_).to(tl.int32)
+    if of_piece > 0:
+        # Nothing to look up, which the program would wait for before all else.
+        index = tile // of_piece
+        first = ((tile - index * of_piece) * CHUNK_).to(tl.int64)
+    else:
+        index = tl.load(tiles + 2 * tile)
+        first = tl.load(tiles + 2 * tile + 1).to(tl.int64)
+    row = rows + index * FIELD_COUNT
+    first += begin
+    count = tl.minimum(tl.load(row + TOKENS) - first, most).to(tl.int32)
     out += (tl.load(row + START) + first - origin) * out_s
     if is_key:
         if KEY_BITS == 16 or tl.load(row + KEYS + RAW) != 0:
@@ -255,7 +271,7 @@ def in_pairs(constants: dict, keys: torch.Tensor, values: torch.Tensor) -> bool:
         and c["D"] >= 32
         and c["D"] % 8 == 0
         and {c["KEY_BITS"], c["VALUE_BITS"]} <= {2, 4, 16}
-        and all(t.dtype == torch.bfloat16 and t.data_ptr() % 4 == 0 for t in (keys, values))
+        and all(t.dtype in (torch.bfloat16, torch.float16) and t.data_ptr() % 4 == 0 for t in (keys, values))
         and all(stride % 2 == 0 for stride in keys.stride()[:3])
     )
 
@@ -265,6 +281,11 @@ def launch_shape(width: int, pairs: bool) -> dict:
     if pairs:
         return {"T": TILE, "num_warps": 1, "maxnreg": 128 if width <= 128 else 255}
     return {"T": max(16, 2048 // width), "num_warps": 4 if width <= 128 else 8, "maxnreg": 96}
+
+
+def value_parts(chunks: int) -> int:
+    """Into how many parts to cut so many chunks of values: short work at the end, when not all can be busy any more."""
+    return 1 << min(2, max(1, PROGRAMS // max(1, chunks)).bit_length() - 1)
 
 
 @register("decode_layer", "triton", READABLE, failures=FAILURES)
@@ -311,7 +332,8 @@ def launch_decode(
         )
     tiles = table.tiles if chunks is None else table.tiles[chunks]
     origin = 0 if chunks is None else table.first_token(chunks.start)
-    numbers = [table.tokens, origin, table.aligned, table.pairs, *table.format.numbers()]
+    of_piece = table.of_piece if chunks is None else 0
+    numbers = [table.tokens, origin, of_piece, table.aligned, table.pairs, *table.format.numbers()]
     run = decode_spans if torch.compiler.is_compiling() else _launch
     run(table.rows, tiles, in_rows(live.k), in_rows(live.v), keys, values, numbers)
 
@@ -332,19 +354,22 @@ def _(rows, tiles, k, v, keys, values, numbers):
 
 
 def _launch(rows, tiles, k, v, keys, values, numbers):
-    tokens, origin, aligned, pairs, *form, family = numbers
+    tokens, origin, of_piece, aligned, pairs, *form, family = numbers
     batch, _, heads, head_dim = keys.shape
     constants = format_constants(tuple(form), head_dim, bool(aligned))
-    grid = (heads, len(tiles) + ceil_div(k.shape[1], CHUNK), 2 * batch)
+    chunks = len(tiles) + ceil_div(k.shape[1], CHUNK)
     arguments = (
         rows, tiles, len(tiles), k, v, k.shape[1], tokens, *k.stride()[:3], *v.stride()[:3],
-        keys, values, *keys.stride()[:3], heads, origin, FLOAT_ONE,
+        keys, values, *keys.stride()[:3], batch, heads, origin, FLOAT_ONE,
     )  # fmt: skip
     if family:
-        launch_rival(constants, family, grid, arguments)
-    else:
-        pairs = bool(pairs) and in_pairs(constants, keys, values)
-        if pairs:
-            constants = format_constants(tuple(form), head_dim, True)
-        shape = launch_shape(constants["W"], pairs)
-        launch(decode_kernel, grid, (*arguments, LIFTED.value), **constants, PAIRS=pairs, **shape)
+        launch_rival(constants, family, (heads, chunks, 2 * batch), arguments)
+        return
+    pairs = bool(pairs) and in_pairs(constants, keys, values)
+    if pairs:
+        constants = format_constants(tuple(form), head_dim, True)
+    parts = value_parts(batch * heads * chunks) if pairs else 1
+    lifted = LIFTED_16 if keys.dtype == torch.float16 else LIFTED
+    arguments = (*arguments, lifted.value, of_piece, CHUNK // parts)
+    shape = launch_shape(constants["W"], pairs)
+    launch(decode_kernel, (heads, chunks, (1 + parts) * batch), arguments, **constants, PAIRS=pairs, **shape)

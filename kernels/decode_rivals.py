@@ -177,16 +177,17 @@ def decode_quarot_chunk(
         store_tile(target, target_stride, local, valid, value, D, W)
 
 
-@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "heads", "origin", "one"])
+@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "entries", "heads", "origin", "one"])
 def rival_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
-    keys, values, out_b, out_s, out_h, heads, origin, one, signs, lengths,
+    keys, values, out_b, out_s, out_h, entries, heads, origin, one, signs, lengths,
     FAMILY: tl.constexpr, D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS_WIDTH: tl.constexpr, VALUE_ZEROS_BIT: tl.constexpr,
     CHUNK_: tl.constexpr, FIELD_COUNT: tl.constexpr, ALIGNED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One program: up to CHUNK tokens of one head's keys or values; see `decode.decode_kernel`."""
-    batch, h, is_key = own_head()
+    batch, h, side = own_head(entries)
+    is_key = side == 0
     tile = tl.program_id(1)
     head = batch * heads + h
     out = batch * out_b + h * out_h

@@ -9,14 +9,16 @@ from .tiles import COS, RAW, RAW_B, RAW_H, RAW_S, SIN
 
 
 @triton.jit
-def own_head():
-    """(batch entry, head in it, whether the program does keys) of a program of the grid (heads, chunks, 2 batch).
+def own_head(entries):
+    """(batch entry, head in it, side) of a program of the grid (heads, chunks, sides times batch entries).
 
-    Keys come first, because they take longer: what is left at the end, when programs are too few, is short.
+    Side 0 is keys, which come first, because they take longer: what is left at the end, when programs are too few, is
+    short. Values may be up to four sides more, a part of the chunk each.
     """
-    entries = tl.num_programs(2) // 2
-    batch = (tl.program_id(2) % entries).to(tl.int64)
-    return batch, tl.program_id(0).to(tl.int64), tl.program_id(2) < entries
+    place = tl.program_id(2)
+    # Not a division, which all that is read would have to wait for.
+    side = (place >= entries).to(tl.int32) + (place >= 2 * entries) + (place >= 3 * entries) + (place >= 4 * entries)
+    return (place - side * entries).to(tl.int64), tl.program_id(0).to(tl.int64), side
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from ..quantwm_core.codec.bits import unpack_bits
 from ..quantwm_core.compiling import uncompiled
 from ..quantwm_core.span import PackedSpan, RawBlock
 from .launching import in_rows
+from .sizes import ceil_div
 
 # Fields of a row. Addresses are 0 where a piece has no such tensor.
 SIDE = (
@@ -132,6 +133,7 @@ RAW_FORMAT = Format("rtn", 16, 16, 64, 0, False)
 class PieceTable:
     """rows int64 `[pieces, fields]` and tiles int32 `[tiles, 2]` on the device; `keep` holds what rows point to.
 
+    of_piece: chunks of each piece, if all have as many but the last, which may have fewer; otherwise 0.
     aligned: what kernels read as words is aligned by 16; pairs: what `decode_pairs` reads is aligned as that needs.
     """
 
@@ -144,6 +146,7 @@ class PieceTable:
     keep: list[torch.Tensor]
     pieces: tuple[weakref.ref, ...]
     chunk_starts: tuple[int, ...]
+    of_piece: int
 
     def first_token(self, chunk: int) -> int:
         """Position of a chunk's first token among all tokens of the table; the end for the chunk after the last."""
@@ -161,7 +164,7 @@ def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -
     """The table of these pieces, all on `device`; kept until the pieces change."""
     if not pieces:
         nothing = torch.empty(2, 0, 2, dtype=torch.int64, device=device)
-        return PieceTable(*nothing, 0, RAW_FORMAT, True, True, [], (), ())
+        return PieceTable(*nothing, 0, RAW_FORMAT, True, True, [], (), (), 0)
     table = _tables.get(pieces[-1])
     if table is None or not table.describes(pieces):
         table = _tables[pieces[-1]] = _build(pieces, device)
@@ -207,6 +210,7 @@ def _build(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> Pie
         keep=[tensor for row in rows for tensor in row.keep],
         pieces=tuple(weakref.ref(piece) for piece in pieces),
         chunk_starts=chunk_starts,
+        of_piece=_chunks_of_a_piece(lengths),
     )
 
 
@@ -217,6 +221,13 @@ def _tiles(lengths: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...], tor
     tiles = [(index, first) for index, tokens in enumerate(lengths) for first in range(0, tokens, CHUNK)]
     chunk_starts = tuple(starts[index] + first for index, first in tiles)
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 2), chunk_starts, torch.tensor(starts)
+
+
+def _chunks_of_a_piece(lengths: tuple[int, ...]) -> int:
+    """Chunks of each piece of so many tokens, if all have as many but the last, which may have fewer; otherwise 0."""
+    *counts, last = (ceil_div(tokens, CHUNK) for tokens in lengths)
+    usual = counts[0] if counts else last
+    return usual if set(counts) <= {usual} and last <= usual else 0
 
 
 @dataclass(frozen=True)
