@@ -20,7 +20,11 @@ import torch
 
 from .bare_pack import bare_module
 
-SHAPES = ((1, 12, 4680, 128), (1, 40, 6240, 128), (1, 12, 1560, 128), (1, 32, 29640, 128))
+# The last is what a group of six layers packs at once.
+SHAPES = (
+    *((1, 12, 4680, 128), (1, 40, 6240, 128), (1, 12, 1560, 128), (1, 32, 29640, 128)),
+    (6, 12, 4680, 128),
+)
 REPEATS = 20
 
 
@@ -77,13 +81,13 @@ class Span:
     def phases(self) -> dict[str, Callable[[], Any]]:
         """The stages of `kernels.encode`, by name."""
         code, pairs = self.kernels, self.kernels["encode_match"]
-        s, tokens = self.method.settings, self.k.shape[1]
+        tokens = self.k.shape[1]
         key_count = self.method.centroid_count(tokens, self.core.KEY_TOKENS_PER_CENTROID)
         value_count = self.method.centroid_count(tokens, self.core.VALUE_TOKENS_PER_CENTROID)
         moment = self.moment.flatten(0, 1)
         centroids = code["encode_codebook"].learn_centroids(self.k, key_count)
         book, operands = code["encode_codebook"].round_codebook(centroids, moment, self.k.dtype)
-        matched = pairs.match(self.k, book, operands, 2, 64, s.candidates)
+        matched = pairs.match(self.k, book, operands, 2, 64, self.method.candidates)
         basis = code["statistics"].leading_eigenvectors(moment, 16)
         feedback = code["statistics"].feedback_weights(moment, basis)
         residual = code["encode_residual"]
@@ -97,7 +101,7 @@ class Span:
             "key centroids": lambda: code["encode_codebook"].learn_centroids(self.k, key_count),
             "key centroids, warm": lambda: code["encode_codebook"].learn_centroids(self.k, key_count, book),
             "key codebook": lambda: code["encode_codebook"].round_codebook(centroids, moment, self.k.dtype),
-            "key match": lambda: pairs.match(self.k, book, operands, 2, 64, s.candidates),
+            "key match": lambda: pairs.match(self.k, book, operands, 2, 64, self.method.candidates),
             "basis": lambda: code["statistics"].leading_eigenvectors(moment, 16),
             "key feedback": lambda: code["statistics"].feedback_weights(moment, basis),
             "key codes": lambda: residual.encode_residual("k", self.k, book, matched, 2, 64, feedback, basis),

@@ -1,6 +1,6 @@
 """Codebooks: k-means over a scattered sample of tokens, 4-bit centroids, and what finding the nearest one needs.
 
-Workspace of k-means: the sums of each program's share of the tokens, about 17 MiB at 256 centroids of 128 channels.
+Workspace of k-means: the sums of each program's share of the tokens, up to 33 MiB at 256 centroids of 128 channels.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .launching import launch
 from .sizes import ceil_div, next_power
 
 TILE = 64
-# Programs of a round over all heads: about one for each multiprocessor of a large GPU.
-PROGRAMS = 132
+# Programs of a round that run at a time, one for each multiprocessor of a large GPU, and how often at the most.
+PROGRAMS, WAVES = 132, 2
 SLICE_LAUNCH = {"num_warps": 4}
 
 
@@ -232,7 +232,7 @@ def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None)
     # Channels whose sums one program holds. With 128 of them an RTX 4090 has too little shared memory, and for an A100
     # the compiler makes no use of registers.
     channels = min(wide, 128 if has_wgmma(x.device) else 64)
-    share = TILE * ceil_div(sample, TILE * max(1, PROGRAMS // (n * (wide // channels))))
+    share = _share(sample, n * (wide // channels))
     parts = ceil_div(sample, share)
     new, strides = x.new_empty, x.stride()[:3]
     centroids, points = new(n, count, width, dtype=torch.float32), new(n, count, width)
@@ -254,6 +254,22 @@ def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None)
         arguments = (centroids, middles, points, bias, sums, sizes, count)
         launch(_update_kernel, slices, arguments, D=width, KP=padded, PARTS=parts, **SLICE_LAUNCH)
     return centroids
+
+
+@lru_cache
+def _share(sample: int, programs: int) -> int:
+    """Tokens of a program, in whole tiles, if each share of a sample takes so many: those that end soonest."""
+
+    def length(parts: int) -> int:
+        return TILE * ceil_div(sample, TILE * parts)
+
+    return length(
+        min(
+            range(1, max(1, WAVES * PROGRAMS // programs) + 1),
+            # A program reads its head's centroids first, which takes about as long as a tile.
+            key=lambda parts: ceil_div(programs * parts, PROGRAMS) * (length(parts) + TILE),
+        )
+    )
 
 
 @lru_cache
