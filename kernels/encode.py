@@ -78,7 +78,7 @@ class FusedQuantWM(QuantWM):
         before = earlier_codebook(state, "k", k.shape[0] * k.shape[2], count)
         book, operands = round_codebook(learn_centroids(k, count, before), moment, k.dtype)
         state.learn("k_centroids", tokens, k_centroids=book.codes, k_centroids_grid=book.grid)
-        matched = match(k, book, operands, s.key_bits, s.group_size, s.candidates)
+        matched = match(k, book, operands, s.key_bits, s.group_size, self.candidates)
         basis = steering.basis
         tensors, raw, peaks = encode_residual(
             "k", k, book, matched, s.key_bits, s.group_size, steering.feedback, basis, steering.rotation
@@ -134,7 +134,7 @@ def _value_feedback(metric: torch.Tensor) -> torch.Tensor:
         "dtype": OneOf((torch.bfloat16, torch.float16)),
         "method": OneOf(("quantwm",)),
         "head_dim": MultipleOf(16, 256),
-        "candidates": Between(1, MOST_CANDIDATES),
+        "candidates": Between(0, MOST_CANDIDATES),
     },
     failures=FAILURES,
 )

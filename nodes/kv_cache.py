@@ -93,13 +93,13 @@ class QuantWMKVCache(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "candidates",
-                    default=4,
-                    min=1,
+                    default=0,
+                    min=0,
                     max=MAX_CENTROIDS,
                     advanced=True,
                     tooltip=(
-                        "How many nearby centroids are tried for each token (default 4). More is a little "
-                        "better and encodes slower; it costs no memory."
+                        "How many nearby centroids are tried for each token. 0 (default) is automatic: only the "
+                        "nearest for 2-bit keys of quantwm, otherwise 4. More encodes slower; it costs no memory."
                     ),
                 ),
                 io.Int.Input(

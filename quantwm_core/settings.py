@@ -23,7 +23,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Settings of one cached run. Zero means "automatic" for `centroids`, `rank` and `span_blocks`.
+    """Settings of one cached run. Zero means "automatic" for `centroids`, `candidates`, `rank` and
+    `span_blocks`.
 
     budget_gb: GiB that the cache may take, 0 for no limit. With one, blocks are stored in any of `widths`.
 
@@ -36,7 +37,7 @@ class CacheSettings:
     value_bits: int = 2
     group_size: int = 64
     centroids: int = 0
-    candidates: int = 4
+    candidates: int = 0
     rank: int = 0
     span_blocks: int = 0
     keep_first_blocks: int = 0
@@ -56,7 +57,7 @@ class CacheSettings:
         _require_choice("backend", self.backend, BACKENDS)
         _require_choice("jensen", self.jensen, JENSEN)
         _require_range("centroids", self.centroids, 0, MAX_CENTROIDS, "ids are stored in one byte")
-        _require_range("candidates", self.candidates, 1, MAX_CENTROIDS, "it counts centroids compared per key")
+        _require_range("candidates", self.candidates, 0, MAX_CENTROIDS, "it counts centroids compared per key")
         _require_range("rank", self.rank, 0, MAX_RANK, "each step of rank adds a stored coefficient per key")
         parse_overrides(self.bit_overrides, BITS)
         for name in ("span_blocks", "keep_first_blocks", "keep_recent_blocks"):

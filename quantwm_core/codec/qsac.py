@@ -19,6 +19,8 @@ def channel_weights(moment: torch.Tensor | None, like: torch.Tensor) -> torch.Te
     return torch.where(mean > 0, diagonal / mean, 1.0)
 
 
+# As many as one compares where nothing else is asked for.
+CANDIDATES = 4
 # Centroids whose numbers agree modulo this compete for one place among the candidates, where speed matters.
 BUCKETS = 64
 
@@ -56,7 +58,10 @@ def assign_query_sensitive(
         block = keys[:, part]
         table = half_norms - seen(block, root) @ scaled.transpose(1, 2)
         nearest = _nearest(table, candidates, buckets or table.shape[-1])
-        pieces.append(_cheapest_range(block, centroids, nearest, group_weights, group_size))
+        if candidates > 1:
+            pieces.append(_cheapest_range(block, centroids, nearest, group_weights, group_size))
+        else:
+            pieces.append(nearest[..., 0])
     return torch.cat(pieces, dim=1)
 
 

@@ -29,7 +29,7 @@ from ..codec.midrise import (
     scale_format,
 )
 from ..codec.psac import decode_coefficients_int4, encode_coefficients_int4, leading_eigenvectors
-from ..codec.qsac import BUCKETS, assign_query_sensitive, channel_weights
+from ..codec.qsac import BUCKETS, CANDIDATES, assign_query_sensitive, channel_weights
 from ..jensen import KeySteps
 from ..query_stats import QueryStats
 from ..rotation import Rotation
@@ -83,7 +83,15 @@ class QuantWM:
 
     @property
     def uses_queries(self) -> bool:
-        return self.settings.key_bits != 16 and (self.feedback or self.correction or self.settings.candidates > 1)
+        return self.settings.key_bits != 16 and (self.feedback or self.correction or self.candidates > 1)
+
+    @property
+    def candidates(self) -> int:
+        """Centroids that a key may take. Automatically one if its steps follow the size of the residual, not its range.
+
+        The nearest centroid leaves the smallest residual already, as the queries see it.
+        """
+        return self.settings.candidates or (1 if self.settings.key_bits == 2 else CANDIDATES)
 
     @property
     def rehearses(self) -> bool:
@@ -149,7 +157,7 @@ class QuantWM:
         weights = channel_weights(moment, x)
         s = self.settings
         metric = moment if self.full_metric else None
-        ids = assign_query_sensitive(x, centroids, weights, s.group_size, s.candidates, BUCKETS, metric)
+        ids = assign_query_sensitive(x, centroids, weights, s.group_size, self.candidates, BUCKETS, metric)
         residual = x - gather_centroids(centroids, ids)
         tensors, decoded = self._encode_residual("k", residual, ids, s.key_bits, steering.feedback)
         tensors |= {"k_centroids": book.codes, "k_centroids_grid": book.grid}

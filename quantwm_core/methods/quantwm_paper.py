@@ -22,7 +22,7 @@ from ..codec.psac import (
     helpful_rows,
     leading_eigenvectors,
 )
-from ..codec.qsac import assign_query_sensitive, channel_weights
+from ..codec.qsac import CANDIDATES, assign_query_sensitive, channel_weights
 from ..jensen import KeySteps
 from ..query_stats import QueryStats
 from ..settings import MAX_CENTROIDS, CacheSettings
@@ -155,7 +155,7 @@ class QuantWMPaper:
         weights = channel_weights(moment, x)
         metric = moment if self.full_metric else None
         return assign_query_sensitive(
-            x, book, weights, self.settings.group_size, self.settings.candidates, metric=metric
+            x, book, weights, self.settings.group_size, self.settings.candidates or CANDIDATES, metric=metric
         )
 
 

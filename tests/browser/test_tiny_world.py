@@ -17,7 +17,7 @@ KV_CACHE = {
     "value_bits": "2",
     "group_size": 64,
     "centroids": 0,
-    "candidates": 4,
+    "candidates": 0,
     "rank": 0,
     "span_blocks": 0,
     "keep_first_blocks": 0,

@@ -115,7 +115,7 @@ NAMES |= {
     "QuantWMLingBotConditioning": "LingBot Conditioning",
     "QuantWMPlanner": "Memory Planner",
 }
-KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 4, 0, 0, 0, 0, "gpu", "auto", "off", "", "custom"]
+KV_CACHE_DEFAULTS = ["quantwm", "2", "2", 64, 0, 0, 0, 0, 0, 0, "gpu", "auto", "off", "", "custom"]
 ADVANCED = {
     "QuantWMKVCache": INPUTS["QuantWMKVCache"][3:-1],
     "QuantWMLoadWorldModel": ["weight_dtype"],

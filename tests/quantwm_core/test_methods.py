@@ -180,6 +180,17 @@ def test_an_outlier_token_is_measured_and_bounded(method):
     assert lost < bounds.get(method, 0.4)
 
 
+@pytest.mark.parametrize(
+    ("method", "bits", "expected"), [("quantwm", 2, 1), ("quantwm", 4, 4), ("quantwm-paper", 2, 4)]
+)
+def test_how_many_candidates_are_automatic(method, bits, expected):
+    k = normal(1, 300, 1, 64)
+    settings = {"method": method, "key_bits": bits, "centroids": 30}
+    spans = {count: roundtrip(k, candidates=count, **settings)[2] for count in (0, 1, 4)}
+    same = {n: torch.equal(spans[0].tensors["k_ids"], spans[n].tensors["k_ids"]) for n in (1, 4)}
+    assert same == {1: expected == 1, 4: expected == 4}
+
+
 @pytest.mark.parametrize("method", ["quantwm", "quantwm-paper"])
 @pytest.mark.parametrize("candidates", [1, 64, 65, 256])
 def test_any_number_of_candidates_can_be_asked_for(method, candidates):

@@ -17,7 +17,7 @@ from quantwm_core import CacheSettings
         ("jensen", "on"),
         ("centroids", 257),
         ("centroids", -1),
-        ("candidates", 0),
+        ("candidates", -1),
         ("rank", 65),
         ("rank", 2.5),
         ("span_blocks", -1),
