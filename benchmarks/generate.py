@@ -13,8 +13,9 @@ frames by 20, guided, 4 steps; `block` is what is made). Rows of one block size 
     quantwm          backend auto; "host attention" keeps the attention that native uses; "torch" has no kernels at all
     others           the same backend auto
 
-`seconds` is the best of the timed runs, after one that compiles and loads; `seconds_per_step` (LongCat-Video) what a
-step adds to it, its prefill left out. `peak_gib_without_weights` is what the run
+`seconds` is the best of the timed runs, after one that compiles and loads; before each of them native runs once, and
+`ratio_to_native` is to the best of these, because a machine slows down as it gets warm. `seconds_per_step`
+(LongCat-Video) is what a step adds, its prefill left out. `peak_gib_without_weights` is what the run
 allocates beyond the loaded weights. `repeatable` says whether all runs with one seed gave the same bits.
 """
 
@@ -79,15 +80,20 @@ def attach(variant: Variant, model):
 def measure(
     variant: Variant, subject: Subject, model, shape: WanShape, block: int, device: torch.device, runs: int
 ) -> dict:
-    """One row, without its ratios, from `runs` timed runs."""
+    """One row, without its ratio of peaks, from `runs` timed runs."""
+    native = partial(subject.source.sample, model, shape, block, STEPS)
     model, handle = attach(variant, model)
-    seconds, peaks, latents = [], [], []
+    run = partial(subject.source.sample, model, shape, block, STEPS)
+    seconds, beside, peaks, latents = [], [], [], []
+    for turn in range(1 + (1 if variant.once else runs)):
+        if turn and variant != Variant("native"):
+            beside.append(timed(native, device)[1])
+        with variant.around():
+            latent, elapsed, peak = timed(run, device)
+        latents.append(latent)
+        seconds.append(elapsed)
+        peaks.append(peak)
     with variant.around():
-        for _ in range(1 + (1 if variant.once else runs)):
-            latent, elapsed, peak = timed(partial(subject.source.sample, model, shape, block, STEPS), device)
-            latents.append(latent)
-            seconds.append(elapsed)
-            peaks.append(peak)
         step = _step_seconds(subject, model, shape, block, device, min(seconds[1:])) if subject.per_step else None
     record = handle.record if handle else None
     resident = _resident(record) if record else native_bytes(shape)
@@ -100,6 +106,8 @@ def measure(
         "seconds": min(seconds[1:]),
         "seconds_per_step": step,
         "seconds_each": seconds,
+        "native_seconds_each": beside,
+        "ratio_to_native": min(seconds[1:]) / min(beside or seconds[1:]),
         "peak_gib_without_weights": peaks[-1] / GIB if device.type == "cuda" else None,
         "resident_gib": resident / GIB,
         "ratio_resident": native_bytes(shape) / resident,
@@ -185,7 +193,6 @@ def main() -> None:
                 continue
             row = measure(variant, subject, model, shape, block, device, arguments.runs)
             native = native or row
-            row["ratio_to_native"] = row["seconds"] / native["seconds"]
             if gpu:
                 row["ratio_peak"] = row["peak_gib_without_weights"] / native["peak_gib_without_weights"]
             rows.append(row)

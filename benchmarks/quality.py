@@ -8,7 +8,8 @@ an uncompressed cache (psnr, ssim, flicker) and with the true views that come ba
 over worlds and seeds. top1_shift, logit_mse and attention_error compare attention on the packed cache with attention
 on true keys and values, in one more rollout of the first seed that goes on with the true ones (teacher-forced).
 
---docs writes the tables as a page; with --from it does so from the files of earlier runs, and measures nothing.
+--docs writes the tables as a page; with --from it does so from the files of earlier runs, and measures nothing. What a
+later file measured again takes the place of what an earlier one has.
 --workers shares the rows out among processes, and those among the GPUs.
 """
 

@@ -46,13 +46,14 @@ Every row is the mean over worlds and seeds, \u00b1 95 % of the mean where an in
 
 
 def write_page(path: Path, documents: list[dict]) -> None:
-    """Write the rows of runs, as benchmarks.quality keeps them, as Markdown."""
+    """Write the rows of runs, as benchmarks.quality keeps them, as Markdown. A later run replaces earlier rows."""
     several = len(documents) > 1
-    rows = [
-        {**row, "run": str(number) if several else ""}
-        for number, document in enumerate(documents, 1)
-        for row in document["rows"]
-    ]
+    latest = {}
+    for number, document in enumerate(documents, 1):
+        for row in document["rows"]:
+            kind = tuple(row.get(name, "") for name in ("method", "variant", "series", "key_bits", "value_bits"))
+            latest[kind] = {**row, "run": str(number) if several else ""}
+    rows = list(latest.values())
     series = list(dict.fromkeys(row.get("series", "") for row in rows))
     parts = [INTRODUCTION, _provenance(documents)]
     for name in sorted(series, key=lambda name: (name != "", series.index(name))):

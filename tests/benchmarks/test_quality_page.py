@@ -78,8 +78,15 @@ def test_an_uncompressed_row_is_equal(tmp_path):
 def test_several_runs_are_told_apart_and_old_files_can_be_read(tmp_path):
     old = json.loads((ROOT / "benchmarks" / "results" / "quality-cpu-rivals.json").read_text())
     text = page(tmp_path, run(row()), old)
-    assert "| run | method |" in text and "| 1 | `quantwm` |" in text and "| 2 | `rtn` |" in text
+    assert "| run | method |" in text and "| 2 | `rtn` |" in text
     assert "2. `python -m benchmarks.quality --worlds 12 --seeds 2`" in text and "no GPU" in text
+
+
+def test_what_was_measured_again_takes_the_place_of_what_it_was(tmp_path):
+    old, new = run(row(psnr_mean=41.0), row(method="rtn")), run(row(psnr_mean=42.0), row(series="rank"))
+    methods, ablation = page(tmp_path, old, new).split("## Ablation: rank")
+    assert "| 2 | `quantwm` | 2, 2 | 2.61 | 5.80x | 42.0" in methods and "| 1 | `rtn` |" in methods
+    assert "| 1 | `quantwm` |" not in methods and "| 2 | `quantwm` |" in ablation
 
 
 def test_the_command_writes_the_page_without_measuring(tmp_path):
