@@ -21,11 +21,12 @@ from benchmarks.bare_pack import bare_module
 decode, attention, tables = (bare_module(f"kernels.{name}") for name in ("decode", "attention", "tables"))
 rivals = bare_module("kernels.decode_rivals")
 POINTERS = {"rows": "*i64", "tiles": "*i32", "scale": "fp32", "costs": "*fp32", "signs": "*bf16", "lengths": "*fp32"}
-POINTERS |= dict.fromkeys(("live_k", "live_v", "keys", "values", "queries", "out"), "*bf16")
+HALVES = ("live_k", "live_v", "keys", "values", "queries", "out")
 
-def build(kernel, constants, options, capability):
+def build(kernel, constants, options, capability, half="*bf16"):
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in kernel.arg_names}
+    types = POINTERS | dict.fromkeys(HALVES, half) | dict.fromkeys(constants, "constexpr")
+    signature = {n: types.get(n, "i32") for n in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
     source = ASTSource(kernel, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -51,9 +52,9 @@ for family, form in enumerate((("kivi", 2, 2, 32), ("qvg-pro", 2, 2, 16), ("quar
 
 for form, width in FORMS:
     constants = decode.format_constants(tuple(tables.Format(*form).numbers()[:-1]), width, True)
-    for pairs in {False, form[0] == "quantwm"}:
+    for pairs, half in ((False, "*bf16"), (True, "*bf16"), (True, "*fp16"))[: 3 if form[0] == "quantwm" else 1]:
         shape, options = split(decode.launch_shape(constants["W"], pairs))
-        build(decode.decode_kernel, constants | shape | {"PAIRS": pairs}, options, capability)
+        build(decode.decode_kernel, constants | shape | {"PAIRS": pairs}, options, capability, half)
     if form[0] == "quantwm":
         shape, options = split(attention.launch_shape(constants["W"], 4680))
         for correction in (0, 1, 2) if len(form) == 6 else (1,):

@@ -233,14 +233,15 @@ def test_layers_that_were_packed_together(pack, device, tokens, aligned):
     assert pack.tables.piece_table(second, device).aligned == aligned
 
 
+@pytest.mark.parametrize("dtype", PAIRED, ids=str)
 @pytest.mark.parametrize("rank", [4, 5])
-def test_where_a_span_lies_changes_nothing(pack, device, rank):
+def test_where_a_span_lies_changes_nothing(pack, device, rank, dtype):
     """Slices of a group that are not aligned are decoded as copies are that come from the CPU."""
     cache = bare_module("quantwm_core.cache")
     world = cache.WorldCache(pack.settings.CacheSettings(rank=rank), cache.CacheGeometry(3, 1, 40), device)
     with pack.backends.only_eager("encode_span", "second_moment"):
         for layer in range(3):
-            q, k, v = torch.randn(3, 1, 7, 1, 40, generator=torch.Generator().manual_seed(layer)).to(device).bfloat16()
+            q, k, v = torch.randn(3, 1, 7, 1, 40, generator=torch.Generator().manual_seed(layer)).to(device, dtype)
             world.layers[layer].append(k, v, q)
             world.commit(layer)
     for layer in world.layers[1:]:
@@ -248,7 +249,7 @@ def test_where_a_span_lies_changes_nothing(pack, device, rank):
         copy = replace(span, tensors={name: tensor.clone() for name, tensor in span.tensors.items()})
         tables = [pack.tables.piece_table([piece], device) for piece in (span, copy)]
         assert [table.aligned for table in tables] == [False, True] and all(table.pairs for table in tables)
-        results = torch.full((2, 2, 1, 7, 1, 40), float("nan"), dtype=torch.bfloat16, device=device)
+        results = torch.full((2, 2, 1, 7, 1, 40), float("nan"), dtype=dtype, device=device)
         for piece, result in zip((span, copy), results, strict=True):
             pack.decode.decode_layer(layer.method, [piece], *result)
         assert torch.equal(*results)
