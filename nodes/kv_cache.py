@@ -99,7 +99,8 @@ class QuantWMKVCache(io.ComfyNode):
                     advanced=True,
                     tooltip=(
                         "How many nearby centroids are tried for each token. 0 (default) is automatic: only the "
-                        "nearest for 2-bit keys of quantwm, otherwise 4. More encodes slower; it costs no memory."
+                        "nearest for 2-bit keys of quantwm at its automatic rank, otherwise 4. More encodes slower; "
+                        "it costs no memory."
                     ),
                 ),
                 io.Int.Input(

@@ -181,11 +181,12 @@ def test_an_outlier_token_is_measured_and_bounded(method):
 
 
 @pytest.mark.parametrize(
-    ("method", "bits", "expected"), [("quantwm", 2, 1), ("quantwm", 4, 4), ("quantwm-paper", 2, 4)]
+    ("method", "bits", "rank", "expected"),
+    [("quantwm", 2, 0, 1), ("quantwm", 2, 8, 4), ("quantwm", 4, 0, 4), ("quantwm-paper", 2, 0, 4)],
 )
-def test_how_many_candidates_are_automatic(method, bits, expected):
+def test_how_many_candidates_are_automatic(method, bits, rank, expected):
     k = normal(1, 300, 1, 64)
-    settings = {"method": method, "key_bits": bits, "centroids": 30}
+    settings = {"method": method, "key_bits": bits, "rank": rank, "centroids": 30}
     spans = {count: roundtrip(k, candidates=count, **settings)[2] for count in (0, 1, 4)}
     same = {n: torch.equal(spans[0].tensors["k_ids"], spans[n].tensors["k_ids"]) for n in (1, 4)}
     assert same == {1: expected == 1, 4: expected == 4}
