@@ -204,6 +204,17 @@ def test_table_is_built_once_and_dies_with_its_pieces(pack, make_layer, device):
     assert len(pack.tables._tables) < known
 
 
+def test_nothing_stored_but_a_live_block(pack, make_layer, device):
+    """Kernels are compiled for the types of an empty table as for those of any other."""
+    layer = make_layer([20, 21])
+    tables = [pack.tables.piece_table(each, device) for each in ([], [entry.stored for entry in layer.entries])]
+    assert len({(table.rows.dtype, table.tiles.dtype, table.rows.shape[1]) for table in tables}) == 1
+    block = pack.span.RawBlock(*torch.randn(2, 1, 9, 2, 64, device=device))
+    result = torch.full((2, 1, 9, 2, 64), float("nan"), device=device)
+    pack.decode.decode_layer(layer.method, [block], *result)
+    assert torch.equal(result[0], block.k) and torch.equal(result[1], block.v)
+
+
 @pytest.mark.parametrize(
     ("chunks", "of_piece"),
     [([2, 2, 2], 2), ([2, 2, 1], 2), ([3], 3), ([1, 2], 0), ([2, 1, 2], 0)],
