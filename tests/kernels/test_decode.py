@@ -64,6 +64,12 @@ def test_two_channels_at_a_time(pack, make_layer, head_dim, rotated, dtype):
     assert_within_three_roundings(*reversed(decode_both(pack, layer)))
 
 
+def test_keys_that_float16_just_holds(pack, make_layer):
+    """Corrections of keys as large as these are, too, though not the unit of a row."""
+    layer = make_layer([40], dtype=torch.float16, keys=lambda k: (15000 * k).clamp(-60000, 60000))
+    assert_within_three_roundings(*reversed(decode_both(pack, layer)))
+
+
 def test_values_in_parts_of_a_chunk(pack, make_layer, monkeypatch):
     """As whole chunks or in parts, with blocks in full precision, stored and live, of any length."""
     chunk = pack.tables.CHUNK
