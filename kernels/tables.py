@@ -163,8 +163,9 @@ _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def piece_table(pieces: Sequence[RawBlock | PackedSpan], device: torch.device) -> PieceTable:
     """The table of these pieces, all on `device`; kept until the pieces change."""
     if not pieces:
-        nothing = torch.empty(2, 0, 2, dtype=torch.int64, device=device)
-        return PieceTable(*nothing, 0, RAW_FORMAT, True, True, [], (), (), 0)
+        rows = torch.empty(0, len(FIELDS), dtype=torch.int64, device=device)
+        tiles = torch.empty(0, 2, dtype=torch.int32, device=device)
+        return PieceTable(rows, tiles, 0, RAW_FORMAT, True, True, [], (), (), 0)
     table = _tables.get(pieces[-1])
     if table is None or not table.describes(pieces):
         table = _tables[pieces[-1]] = _build(pieces, device)

@@ -64,6 +64,12 @@ def test_two_channels_at_a_time(pack, make_layer, head_dim, rotated, dtype):
     assert_within_three_roundings(*reversed(decode_both(pack, layer)))
 
 
+def test_keys_that_float16_just_holds(pack, make_layer):
+    """Corrections of keys as large as these are, too, though not the unit of a row."""
+    layer = make_layer([40], dtype=torch.float16, keys=lambda k: (15000 * k).clamp(-60000, 60000))
+    assert_within_three_roundings(*reversed(decode_both(pack, layer)))
+
+
 def test_values_in_parts_of_a_chunk(pack, make_layer, monkeypatch):
     """As whole chunks or in parts, with blocks in full precision, stored and live, of any length."""
     chunk = pack.tables.CHUNK
@@ -202,6 +208,17 @@ def test_table_is_built_once_and_dies_with_its_pieces(pack, make_layer, device):
     known = len(pack.tables._tables)
     del layer, pieces
     assert len(pack.tables._tables) < known
+
+
+def test_nothing_stored_but_a_live_block(pack, make_layer, device):
+    """Kernels are compiled for the types of an empty table as for those of any other."""
+    layer = make_layer([20, 21])
+    tables = [pack.tables.piece_table(each, device) for each in ([], [entry.stored for entry in layer.entries])]
+    assert len({(table.rows.dtype, table.tiles.dtype, table.rows.shape[1]) for table in tables}) == 1
+    block = pack.span.RawBlock(*torch.randn(2, 1, 9, 2, 64, device=device))
+    result = torch.full((2, 1, 9, 2, 64), float("nan"), device=device)
+    pack.decode.decode_layer(layer.method, [block], *result)
+    assert torch.equal(result[0], block.k) and torch.equal(result[1], block.v)
 
 
 @pytest.mark.parametrize(

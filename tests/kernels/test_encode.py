@@ -268,7 +268,7 @@ def errors(method, span, k, v):
 
 CASES = [
     {}, {"group_size": 16}, {"key_bits": 4, "value_bits": 8}, {"key_bits": 16}, {"value_bits": 16},
-    {"centroids": 3}, {"candidates": 1, "rank": 5},
+    {"centroids": 3}, {"candidates": 4, "rank": 5},
 ]  # fmt: skip
 
 
