@@ -17,21 +17,18 @@ from .tiles import (
     GRID,
     OPERAND,
     PSAC_U,
-    ROW_SCALE_PER_OCTAVE,
     SIN,
     fetch_rows,
+    finish_rows,
     log_scale,
     open_correction,
     open_side,
-    unpack,
 )
 
 # What one warp and a product of a matrix unit take at once.
 TILE = 16
 # Rows of a tile times channels in each that a warp has in one read or write, eight channels a thread.
 AT_ONCE = tl.constexpr(256)
-# What makes the bit pattern of a float four times as large a number.
-FOURFOLD = tl.constexpr(2 << 23)
 
 
 @triton.jit
@@ -190,9 +187,7 @@ def correct_pairs(
     T: tl.constexpr, W: tl.constexpr, R: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """`value` plus C U^T, a tile of pairs whose rows are 32 channels."""
-    # A fourth of the unit that `tiles.finish_rows` has, which float16 does not hold for the largest keys.
-    unit = log_scale(scale.to(tl.int32), 8, ROW_SCALE_PER_OCTAVE) * (correction[2] * 4)
-    short = unpack(codes, one + FOURFOLD, 4, T, R) - 6.0
+    short, unit = finish_rows(correction, codes, scale, one, T, R, True)
     along = tl.dot(short.to(OPERAND), basis, out_dtype=tl.float32)
     parts = tl.permute(tl.reshape(along, (T, W // 32, 4, 4, 2)), (1, 0, 3, 2, 4))
     even, odd = tl.split(tl.reshape(parts, (W // 32 * T, 16, 2)))

@@ -53,6 +53,8 @@ OPERAND = tl.constexpr(tl.float32 if INTERPRETED.value else tl.bfloat16)
 # Row scales of INT4 coefficients, as quantwm_core.codec.psac stores them.
 ROW_SCALE_PER_OCTAVE = tl.constexpr(16)
 ROW_SCALE_ZERO = tl.constexpr(255)
+# Added to the bit pattern of a float it makes it four times as large.
+FOURFOLD = tl.constexpr(2 << 23)
 
 
 @triton.jit
@@ -368,8 +370,9 @@ def fetch_rows(
 def finish_rows(correction, codes, scale, one, T: tl.constexpr, R: tl.constexpr, MIDRISE: tl.constexpr):
     """Coefficients in few bits, float32 `[T, R]`, and the unit float32 `[T]` that they count."""
     if MIDRISE:
-        unit = log_scale(scale.to(tl.int32), 8, ROW_SCALE_PER_OCTAVE) * (correction[2] * 16)
-        short = unpack(codes, one, 4, T, R) - 1.5
+        # Fourths, of four steps: a unit of sixteen is more than float16 holds for the largest keys.
+        unit = log_scale(scale.to(tl.int32), 8, ROW_SCALE_PER_OCTAVE) * (correction[2] * 4)
+        short = unpack(codes, one + FOURFOLD, 4, T, R) - 6.0
     else:
         unit = scale.to(tl.float32)
         short = codes.to(tl.float32)

@@ -200,6 +200,16 @@ def test_steps_and_nearest_centroids(kernels, core, device, width, group, bits):
     assert torch.equal(found.peaks.amax(-1), found.wanted.amax((1, 2)))
 
 
+@pytest.mark.parametrize(
+    ("sample", "programs", "parts"), [(4680, 12, 11), (4680, 72, 3), (8192, 32, 4), (4680, 300, 1), (1, 1, 1)]
+)
+def test_shares_of_a_sample_end_together(kernels, sample, programs, parts):
+    """Twelve heads and six layers of them are both about as many programs as run at a time, or twice as many."""
+    book = kernels.encode_codebook
+    share = book._share(sample, programs)
+    assert share % book.TILE == 0 and -(-sample // share) == parts
+
+
 @pytest.mark.parametrize(("count", "candidates"), [(20, 4), (3, 4), (130, 2)])
 def test_query_sensitive_choice(kernels, core, device, count, candidates):
     x = tokens_of(device, tokens=140, width=64)
