@@ -177,7 +177,7 @@ def main() -> None:
     options.add_argument("--blocks", nargs="+", type=int, metavar="N", help="latent frames of a block")
     options.add_argument("--methods", nargs="+", metavar="NAME", help="only these methods, and native")
     options.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of a row")
-    options.add_argument("--profile", type=Path, metavar="FOLDER", help="also profile runs of quantwm")
+    options.add_argument("--profile", type=Path, metavar="FOLDER", help="also profile runs of native and quantwm")
     arguments = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device.type == "cuda"
@@ -197,7 +197,7 @@ def main() -> None:
                 row["ratio_peak"] = row["peak_gib_without_weights"] / native["peak_gib_without_weights"]
             rows.append(row)
             print_table(rows[-1:], COLUMNS)
-            if arguments.profile and gpu and not variant.once and variant.method == "quantwm":
+            if arguments.profile and gpu and not variant.once and variant.method in ("native", "quantwm"):
                 profile(variant, subject, model, shape, block, arguments.profile)
             # Row by row: what was measured survives a run that is cut short.
             write_json(arguments.json, "benchmarks.generate", rows)

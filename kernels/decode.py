@@ -151,11 +151,7 @@ def decode_values_chunk(
 
 
 # Not compiled anew where these are 1 or divisible by 16.
-@triton.jit(
-    do_not_specialize=[
-        *("tile_count", "live_tokens", "live_start", "entries", "heads", "origin", "one", "lifted", "of_piece", "part")
-    ]
-)
+@triton.jit(do_not_specialize="tile_count live_tokens live_start entries heads origin one lifted of_piece part".split())
 def decode_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
     keys, values, out_b, out_s, out_h, entries, heads, origin, one, lifted, of_piece, part,

@@ -28,7 +28,7 @@ LIFTED, LIFTED_16 = _bfloat16(128.0), _float16(1024.0)
 ONE, ONE_16 = _bfloat16(1.0), _float16(1.0)
 HALF, HALF_16 = _bfloat16(0.5), _float16(0.5)
 SIXTEENTH, SIXTEENTH_16 = _bfloat16(0.0625), _float16(0.0625)
-# What the lifting numbers have become by then, and half of the codes.
+# Added then: minus what the lifting number has become, and minus the middle of the codes, but for a centroid's.
 LESS_2_BITS, LESS_2_BITS_16 = _bfloat16(-128.0 - 3), _float16(-1024.0 - 3)
 LESS_SHRUNK, LESS_SHRUNK_16 = _bfloat16(-8.0 - 3), _float16(-64.0 - 3)
 LESS_4_BITS, LESS_4_BITS_16 = _bfloat16(-128.0 - 15), _float16(-1024.0 - 15)
