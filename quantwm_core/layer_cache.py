@@ -232,12 +232,14 @@ class LayerCache(Holdings):
             self.following.start_fetch()
         decoded: tuple[torch.Tensor, torch.Tensor] | None = None
 
-        def read(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def read(first: bool, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """The history followed by these live tokens, which take the place of those of the prompt before."""
             nonlocal decoded
             if not history:
                 return k, v
-            if decoded is None:
+            # For the first prompt at every call, so that a backend that times reading times decoding.
+            if first or decoded is None:
+                decoded = None  # before the next one, for there may be no room for two
                 decoded = self._gather([*history, RawBlock(k, v)])
             else:
                 for whole, live in zip(decoded, (k, v)):
@@ -248,9 +250,8 @@ class LayerCache(Holdings):
         for queries, k, v in prompts:
             pieces = [*history, RawBlock(k, v)]
             facts = call_facts(self.settings, queries, _rotated(pieces))
-            outs.append(
-                self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, partial(read, k, v))
-            )
+            reads = partial(read, not outs, k, v)
+            outs.append(self._backend.run("attend_packed", facts, queries, pieces, self.method, attention, reads))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _history(self) -> list[RawBlock | PackedSpan]:

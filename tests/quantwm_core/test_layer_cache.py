@@ -318,6 +318,28 @@ def test_prompts_that_ask_one_history(settings, monkeypatch):
     assert len(readings) == 1
 
 
+def test_reading_again_decodes_again(monkeypatch):
+    """A backend that times the ways to attend has to see what decoding costs, and may not be given what it wrote to."""
+    layer = layer_cache()
+    layer.append(normal(1, 36, 2, 64), normal(1, 36, 2, 64, seed=1), normal(1, 9, 2, 64, seed=2))
+    layer.commit()
+    live = normal(1, 12, 2, 64, seed=3)
+    expected = layer.read(live, live)
+
+    def run(operation, facts, *arguments):
+        if operation != "attend_packed":
+            return run_any(operation, facts, *arguments)
+        queries, *_, read = arguments
+        for tensor in read():
+            tensor.fill_(torch.nan)
+        assert all(torch.equal(got, wanted) for got, wanted in zip(read(), expected))
+        return queries.flatten(2)
+
+    run_any = layer._backend.run
+    monkeypatch.setattr(layer._backend, "run", run)
+    layer.attend(live, live, live, None)
+
+
 def test_prompts_without_a_history():
     prompts = [tuple(normal(1, 12, 2, 64, seed=10 * prompt + part) for part in range(3)) for prompt in range(2)]
     out = layer_cache().attend_each(prompts, lambda q, k, v: k.flatten(2))
