@@ -20,7 +20,7 @@ from ..quantwm_core.span import PackedSpan, RawBlock
 from .decode import FLOAT_ONE, format_constants
 from .launching import in_rows
 from .rows import turn
-from .sizes import ceil_div
+from .sizes import LENGTHS, ceil_div
 from .tables import PieceTable
 from .tiles import (
     KEYS,
@@ -163,7 +163,7 @@ def exact_bias(costs, codes, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constex
     return bias
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_kernel(
     rows, tiles, tile_count, queries, qb, qs, qh, live_k, live_v, live_tokens, kb, ks, kh, vb, vs, vh,
     out, ob, os, oh, heads, query_count, scale, one, costs,

@@ -18,7 +18,7 @@ from .decode_rivals import launch_rival
 from .launching import in_rows, launch
 from .pairs import LIFTED, LIFTED_16
 from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
-from .sizes import ceil_div, next_power
+from .sizes import LENGTHS, ceil_div, next_power
 from .tables import CHUNK, FIELDS, PieceTable, layer_tables
 from .tiles import (
     BITMAP,
@@ -150,8 +150,7 @@ def decode_values_chunk(
         code, scale, zero, centroid = next_code, next_scale, next_zero, next_centroid
 
 
-# Not compiled anew where these are 1 or divisible by 16.
-@triton.jit(do_not_specialize="tile_count live_tokens live_start entries heads origin one lifted of_piece part".split())
+@triton.jit(do_not_specialize=[*LENGTHS, "entries", "heads", "one", "lifted", "of_piece", "part"])
 def decode_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
     keys, values, out_b, out_s, out_h, entries, heads, origin, one, lifted, of_piece, part,

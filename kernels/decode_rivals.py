@@ -14,6 +14,7 @@ import triton.language as tl
 from ..quantwm_core.codec.hadamard import hadamard_rotation
 from .launching import launch
 from .rows import copy_chunk, copy_stored_chunk, own_head, store_tile, turn
+from .sizes import LENGTHS
 from .tiles import (
     CENTROIDS,
     CODES,
@@ -177,7 +178,7 @@ def decode_quarot_chunk(
         store_tile(target, target_stride, local, valid, value, D, W)
 
 
-@triton.jit(do_not_specialize=["tile_count", "live_tokens", "live_start", "entries", "heads", "origin", "one"])
+@triton.jit(do_not_specialize=[*LENGTHS, "entries", "heads", "one"])
 def rival_kernel(
     rows, tiles, tile_count, live_k, live_v, live_tokens, live_start, kb, ks, kh, vb, vs, vh,
     keys, values, out_b, out_s, out_h, entries, heads, origin, one, signs, lengths,

@@ -28,7 +28,7 @@ from .encode_tiles import (
     with_index,
 )
 from .launching import launch
-from .sizes import ceil_div, next_power
+from .sizes import COUNTS, LENGTHS, ceil_div, next_power
 
 TILE = 64
 # Programs of a round that run at a time, one for each multiprocessor of a large GPU, and how often at the most.
@@ -65,7 +65,7 @@ def _store_operands(centroids, middle, weight, points, bias, n, part, count, D: 
     tl.store(bias + (n * (D // SLICE) + part) * count + index, share, mask=index < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _start_kernel(
     x, book, grid, centroids, middles, points, bias, tokens, heads, count, stride_b, stride_s, stride_h,
     D: tl.constexpr, KP: tl.constexpr, WARM: tl.constexpr,
@@ -101,7 +101,7 @@ def _scattered(start, step, tokens, T: tl.constexpr):
     return tl.where(token < tokens, token, token - tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*COUNTS, "tokens", "step"])
 def _round_kernel(
     x, points, bias, sums, sizes, tokens, heads, count, sample, step, share, stride_b, stride_s, stride_h,
     D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, T: tl.constexpr, WGMMA: tl.constexpr,
@@ -151,9 +151,9 @@ def _round_kernel(
         tl.store(sizes + row, size, mask=index < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _update_kernel(
-    centroids, middles, points, bias, sums, sizes, count, D: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr
+    centroids, middles, points, bias, sums, sizes, count, parts, D: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr
 ):
     """Centroids from the shares' sums, added up in order; an empty cluster keeps its centroid."""
     n = tl.program_id(0).to(tl.int64)
@@ -165,8 +165,9 @@ def _update_kernel(
     size = tl.zeros((KP,), tl.float32)
     for share in tl.static_range(PARTS):
         row = (share * tl.num_programs(0) + n) * count + index
-        total += tl.load(sums + row[:, None] * D + column[None, :], mask=valid, other=0.0)
-        size += tl.load(sizes + row, mask=index < count, other=0.0)
+        real = share < parts
+        total += tl.load(sums + row[:, None] * D + column[None, :], mask=valid & real, other=0.0)
+        size += tl.load(sizes + row, mask=(index < count) & real, other=0.0)
     rows = (n * count + index)[:, None] * D + column[None, :]
     old = tl.load(centroids + rows, mask=valid, other=0.0)
     middle = tl.load(middles + n * D + column)
@@ -251,8 +252,8 @@ def learn_centroids(x: torch.Tensor, count: int, before: Codebook | None = None)
             (x, points, bias, sums, sizes, tokens, heads, count, sample, scatter_step(tokens), share, *strides),
             D=width, W=wide, C=channels, KP=padded, T=TILE, **_round_launch(padded, wide, x.device),
         )  # fmt: skip
-        arguments = (centroids, middles, points, bias, sums, sizes, count)
-        launch(_update_kernel, slices, arguments, D=width, KP=padded, PARTS=parts, **SLICE_LAUNCH)
+        arguments = (centroids, middles, points, bias, sums, sizes, count, parts)
+        launch(_update_kernel, slices, arguments, D=width, KP=padded, PARTS=next_power(parts), **SLICE_LAUNCH)
     return centroids
 
 

@@ -20,7 +20,7 @@ from .encode_codebook import Operands
 from .encode_nearest import find_nearest, shares
 from .encode_tiles import head_pointer, load_grid
 from .launching import launch
-from .sizes import next_power
+from .sizes import COUNTS, next_power
 from .tiles import unpack
 
 # Twelve programs for each multiprocessor of a large GPU.
@@ -77,7 +77,7 @@ def _load_codes(book, ids, valid, D: tl.constexpr, W: tl.constexpr, WORDS: tl.co
     return tl.load(place, mask=valid[:, None] & (word < D // 8)[None, :], other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _steps_kernel(
     x, book, grid, weights, nearest, ids_out, wanted_out, peaks_out,
     tokens, heads, count, share, stride_b, stride_s, stride_h, one,

@@ -12,7 +12,7 @@ from ..quantwm_core.codec.qsac import BUCKETS
 from .encode_codebook import Operands
 from .encode_tiles import as_operand, centroid_bias, head_pointer, index_of
 from .launching import launch
-from .sizes import ceil_div, next_power
+from .sizes import COUNTS, ceil_div, next_power
 
 # Two programs, which hold a head's centroids each, for each multiprocessor of a large GPU.
 TILE, PROGRAMS = 64, 264
@@ -44,7 +44,7 @@ def _nearest_of(rows, point, offset, first, keep, BUCKET: tl.constexpr, T: tl.co
     return tl.min(((bits & keep) | turn[None, :, None]).to(tl.float32, bitcast=True), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _nearest_kernel(
     x, points, bias, nearest_out, tokens, heads, count, share, stride_b, stride_s, stride_h, keep,
     D: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, KC: tl.constexpr, BUCKET: tl.constexpr, T: tl.constexpr,
@@ -102,6 +102,7 @@ def find_nearest(x: torch.Tensor, operands: Operands, nearest: torch.Tensor, can
 
 def shares(tokens: int, heads: int, tile: int, programs: int) -> tuple[int, int]:
     """Tokens of a program, in whole tiles, and how many programs a head then has: all in all about `programs`."""
+    tile = max(16, tile)  # what Triton compiles for
     share = tile * ceil_div(tokens, tile * max(1, programs // heads))
     return share, ceil_div(tokens, share)
 

@@ -28,7 +28,7 @@ from .encode_tiles import (
     to_operand,
 )
 from .launching import launch
-from .sizes import ceil_div, next_power
+from .sizes import LENGTHS, ceil_div, next_power
 from .tiles import OPERAND
 
 # Tokens of a program. Threads of one warp wait for each other at no cost; twelve such programs fit a multiprocessor.
@@ -159,7 +159,7 @@ def _turned(errors, cos, sin, token, FIRST: tl.constexpr, D: tl.constexpr, T: tl
     return to_operand(tl.reshape(tl.sum(tl.reshape(errors.to(tl.float32), (T, 8, 2, 1)) * turn, axis=2), (T, 16)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _residual_kernel(
     x, book, grid, ids, wanted, peaks, factors, feedback, basis,
     cos, sin, codes_out, scales_out, top_out, raw_out, raw_peaks_out,
@@ -230,7 +230,7 @@ def _residual_kernel(
         tl.store(raw_peaks_out + n * tl.num_programs(0) + program, tl.max(size, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _coefficient_kernel(
     raw, peaks, factors, codes_out, scales_out, factor_out, tokens, tiles,
     RANK: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, SCALE_BITS: tl.constexpr, PER_OCTAVE: tl.constexpr,

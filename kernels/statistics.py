@@ -17,7 +17,7 @@ from ..quantwm_core.backends import Between, OneOf
 from ..quantwm_core.codec.feedback import BLOCK, DAMPING
 from .encode_tiles import as_operand, head_pointer
 from .launching import in_rows, launch
-from .sizes import ceil_div, next_power
+from .sizes import LENGTHS, ceil_div, next_power
 
 # Widest head, and most directions, that fit in the registers and the shared memory of one program.
 WIDEST = 128
@@ -54,7 +54,7 @@ def _sum_of_products(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _moment_kernel(
     queries, moment, shares, arrived, tokens, heads, stride_b, stride_s, stride_h,
     D: tl.constexpr, W: tl.constexpr, T: tl.constexpr, SHARES: tl.constexpr, ADD: tl.constexpr,

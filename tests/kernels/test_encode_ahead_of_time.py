@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -64,3 +65,32 @@ def test_encode_kernels_compile(builds, capability):
     assert builds[capability].returncode == 0, output[-2000:]
     built = {line.split()[0] for line in output.splitlines()}
     assert {"_nearest_kernel", "_steps_kernel", "_residual_kernel", "_basis_kernel"} <= built
+
+
+COUNT = """
+import torch
+from benchmarks.bare_pack import bare_module
+from support.compiling import distinct, recorded
+
+encode, statistics = bare_module("kernels.encode"), bare_module("kernels.statistics")
+methods, settings = bare_module("quantwm_core.methods"), bare_module("quantwm_core.settings")
+stats = bare_module("quantwm_core.query_stats")
+method = methods.QuantWM(settings.CacheSettings(centroids=64))
+with recorded() as launches:
+    # The last is a multiple of 16; for that, what loops over tiles of tokens is compiled apart.
+    for tokens in (4680, 4681, 6243, 6240):
+        k = torch.empty(6, tokens, 12, 128, dtype=torch.bfloat16)
+        statistics.second_moment(k[:1])
+        state = methods.LayerState(lambda: torch.zeros(12, 128, 128))
+        for _ in range(2):
+            encode.fused(method).encode(k, k, stats.QueryStats(torch.zeros(6, 12, 128, 128)), state)
+        print(*sorted(launch.kernel.__name__ for launch in distinct(launches)))
+"""
+
+
+def test_other_lengths_compile_nothing_anew():
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": "", "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    output = subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True, check=True).stdout
+    first, *others, last = map(str.split, output.splitlines())
+    assert len(first) > 10 and others == [first, first]
+    assert set(Counter(last) - Counter(first)) == {"_nearest_kernel", "_steps_kernel"}

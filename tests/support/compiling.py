@@ -27,19 +27,25 @@ class Launch:
     arguments: dict
     options: dict
 
-    def compile(self, capability: int):
-        """The compiled kernel (its `asm` holds the cubin), as the launcher would have built it."""
+    def specialized(self) -> tuple[dict, dict, dict]:
+        """What Triton compiles for: constants, types, and which arguments are divisible by 16."""
         constants, signature, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
             value = self.arguments[parameter.name]
             if parameter.is_constexpr:
                 constants[parameter.name], signature[parameter.name] = value, "constexpr"
-            elif isinstance(value, int) and value == 1:
+            elif isinstance(value, int) and value == 1 and not parameter.do_not_specialize:
                 constants[parameter.name], signature[parameter.name] = value, "constexpr"
             else:
                 signature[parameter.name] = _type_of(value)
-                if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                whole = isinstance(value, int) and not parameter.do_not_specialize
+                if isinstance(value, torch.Tensor) or (whole and value % 16 == 0):
                     attributes[(index,)] = [["tt.divisibility", 16]]
+        return constants, signature, attributes
+
+    def compile(self, capability: int):
+        """The compiled kernel (its `asm` holds the cubin), as the launcher would have built it."""
+        constants, signature, attributes = self.specialized()
         source = ASTSource(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
 
@@ -71,9 +77,8 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def distinct(launches: list[Launch]) -> list[Launch]:
-    """The first launch of each kernel and set of compile-time constants."""
+    """The first launch of each kernel that Triton would compile."""
     by_key = {}
     for launch in launches:
-        constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
-        by_key.setdefault((launch.kernel.__name__, str(constants), str(launch.options)), launch)
+        by_key.setdefault((launch.kernel.__name__, str(launch.specialized()), str(launch.options)), launch)
     return list(by_key.values())
