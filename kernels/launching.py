@@ -5,12 +5,18 @@ Triton looks for the compiled kernel anew at every launch, which can take the ca
 
 from __future__ import annotations
 
-from functools import lru_cache
+import logging
+import time
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import triton
 
+logger = logging.getLogger(__name__)
+
+# Seconds of waiting for a kernel that somebody may wonder about.
+NOTICED = 0.3
 # Compiled kernels and the values of their constants, by kernel, device, constants, options and kinds of arguments.
 _compiled: dict[tuple, tuple[Any, tuple]] = {}
 
@@ -25,10 +31,19 @@ def launch(kernel, grid: tuple[int, ...], arguments: tuple, **constants) -> None
         compiled, values = _compiled[key]
         compiled[grid](*arguments, *values)
         return
+    start = time.perf_counter()
     compiled = kernel[grid](*arguments, **constants)
+    if time.perf_counter() - start > NOTICED:
+        tell_that_it_compiles()
     # The interpreter compiles nothing.
     if isinstance(compiled, triton.compiler.CompiledKernel):
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
+
+
+@cache
+def tell_that_it_compiles() -> None:
+    """Say so, once."""
+    logger.info("QuantWM: compiling kernels for this GPU, up to a minute in all. Later runs find them on disk.")
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
