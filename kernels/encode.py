@@ -26,12 +26,12 @@ from ..quantwm_core.methods.quantwm import (
     key_metric,
 )
 from ..quantwm_core.query_stats import QueryStats
-from ..quantwm_core.span import PackedSpan
-from .decode import FAILURES
+from ..quantwm_core.span import PackedSpan, RawBlock
+from .decode import FAILURES, decode_layer
 from .encode_codebook import codebook_operands, learn_centroids, round_codebook
 from .encode_match import match
 from .encode_residual import encode_coefficients, encode_residual
-from .launching import in_rows
+from .launching import can_rehearse, in_rows, rehearsal
 from .statistics import LARGEST_RANK, WIDEST, feedback_weights, leading_eigenvectors
 
 # Each one more is another pass over a tile's distances.
@@ -146,9 +146,30 @@ def encode_span(method: QuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryS
     on_kernels = fused(method)
     kind = (k.device, k.dtype, k.shape[2:], method.settings, stats.rotation is None)
     if kind not in _checked:
+        if can_rehearse():
+            _rehearse(on_kernels, k, v, stats)
         _check(on_kernels, method, k[:1], v[:1], stats, state)
         _checked.add(kind)
     return on_kernels.encode(k, v, stats, state)
+
+
+def _rehearse(method: FusedQuantWM, k: torch.Tensor, v: torch.Tensor, stats: QueryStats) -> None:
+    """Have the kernels compiled that this span, the next ones of its kind, and decoding them take.
+
+    Nothing is computed: results are memory as it was found.
+    """
+    n, width = k.shape[0] * k.shape[2], k.shape[3]
+    metric = torch.zeros(n, width, width, device=k.device)
+    with rehearsal():
+        # Alone, as it will be checked, and together.
+        for part in (slice(1), slice(None)):
+            own = QueryStats(None if stats.own is None else stats.own[part], rotation=stats.rotation)
+            state = LayerState(lambda: metric)
+            # Spans that learn a codebook, that begin with an earlier one, and that use it as it is.
+            for _ in range(3):
+                span = method.encode(k[part], v[part], own, state)
+        live = RawBlock(k[:1, :1], v[:1, :1])
+        decode_layer(method, [span.batch_slice(slice(1)), live], *k.new_empty(2, 1, k.shape[1] + 1, *k.shape[2:]))
 
 
 def fused(method: QuantWM) -> FusedQuantWM:

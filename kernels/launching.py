@@ -6,7 +6,12 @@ Triton looks for the compiled kernel anew at every launch, which can take the ca
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 # Seconds of waiting for a kernel that somebody may wonder about.
 NOTICED = 0.3
+# The longest of some twenty kernels takes a quarter of the time of all, so that more would find nothing to do.
+COMPILERS = min(8, os.cpu_count() or 1)
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 # Compiled kernels and the values of their constants, by kernel, device, constants, options and kinds of arguments.
 _compiled: dict[tuple, tuple[Any, tuple]] = {}
 
@@ -24,6 +32,9 @@ _compiled: dict[tuple, tuple[Any, tuple]] = {}
 def launch(kernel, grid: tuple[int, ...], arguments: tuple, **constants) -> None:
     """`kernel[grid](*arguments, **constants)`; `arguments` are all that are neither constants nor options, in order."""
     grid = (*grid, 1, 1)[:3]
+    if _rehearsing.get():
+        kernel.warmup(*arguments, grid=grid, **constants)
+        return
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     kinds = tuple([_whole(a) if a.__class__ is int else _kind(a) for a in arguments])
     key = kernel.__name__, device, tuple(constants.items()), kinds
@@ -38,6 +49,26 @@ def launch(kernel, grid: tuple[int, ...], arguments: tuple, **constants) -> None
     # The interpreter compiles nothing.
     if isinstance(compiled, triton.compiler.CompiledKernel):
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
+
+
+def can_rehearse() -> bool:
+    """Whether there is something to compile, and this Triton can do that in several threads (3.5 and later can)."""
+    return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Within, `launch` launches nothing; at the end all kernels that it would have launched are compiled, side by side.
+
+    Otherwise they are compiled one after the other while the run stands still. What fails to compile here fails again
+    where it is launched, and is handled there.
+    """
+    with ThreadPoolExecutor(COMPILERS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        before = _rehearsing.set(True)
+        try:
+            yield
+        finally:
+            _rehearsing.reset(before)
 
 
 @cache

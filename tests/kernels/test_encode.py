@@ -406,3 +406,27 @@ def test_a_wrong_encoder_is_noticed_and_replaced(kernels, core, device, monkeypa
     monkeypatch.setattr(kernels.encode.FusedQuantWM, "encode", right)
     span = kernels.encode.encode_span(method, k, v, stats, state)
     assert state.tokens == 40 and span.tokens == 40
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("rotated", [False, True], ids=["after RoPE", "before RoPE"])
+def test_after_the_rehearsal_nothing_is_left_to_compile(kernels, core, device, rotated, monkeypatch):
+    triton = pytest.importorskip("triton")
+    if not bare_module("kernels.launching").can_rehearse():
+        pytest.skip("this Triton compiles one kernel at a time")
+    k, v, q = (tokens_of(device, 1, 400, 5, 80, torch.float16, seed) for seed in range(3))
+    turns = torch.ones(2, 400, 40, device=device)
+    rotation = bare_module("quantwm_core.rotation").Rotation(*turns) if rotated else None
+    stats = core.query_stats.QueryStats(core.query_stats.second_moment(q), rotation=rotation)
+    method = kernels.encode.fused(core.methods.build_method(core.settings.CacheSettings()))
+    compiled = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **facts: compiled.append(facts["src"].name))
+    kernels.encode._rehearse(method, k, v, stats)
+    assert rotated or len(set(compiled)) > 8
+    compiled.clear()
+    metric = torch.eye(80, device=device).expand(5, 80, 80)
+    state = core.methods.LayerState(lambda: metric)
+    for _ in range(3):
+        span = method.encode(k, v, stats, state)
+        bare_module("kernels.decode").decode_layer(method, [span], *k.new_empty(2, *k.shape))
+    assert compiled == []
