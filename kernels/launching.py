@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ import triton
 
 logger = logging.getLogger(__name__)
 
-# Seconds of waiting for a kernel that somebody may wonder about.
-NOTICED = 0.3
+# Seconds after which somebody may wonder why a run stands still; finding kernels on disk takes less.
+PATIENCE = 2.0
 # The longest of some twenty kernels takes a quarter of the time of all, so that more would find nothing to do.
 COMPILERS = min(8, os.cpu_count() or 1)
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
@@ -42,17 +42,14 @@ def launch(kernel, grid: tuple[int, ...], arguments: tuple, **constants) -> None
         compiled, values = _compiled[key]
         compiled[grid](*arguments, *values)
         return
-    start = time.perf_counter()
     compiled = kernel[grid](*arguments, **constants)
-    if time.perf_counter() - start > NOTICED:
-        tell_that_it_compiles()
     # The interpreter compiles nothing.
     if isinstance(compiled, triton.compiler.CompiledKernel):
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
 
 
 def can_rehearse() -> bool:
-    """Whether there is something to compile, and this Triton can do that in several threads (3.5 and later can)."""
+    """Whether there is something to compile, and this Triton can do that in several threads."""
     return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
 
 
@@ -63,18 +60,19 @@ def rehearsal() -> Iterator[None]:
     Otherwise they are compiled one after the other while the run stands still. What fails to compile here fails again
     where it is launched, and is handled there.
     """
-    with ThreadPoolExecutor(COMPILERS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-        before = _rehearsing.set(True)
-        try:
-            yield
-        finally:
-            _rehearsing.reset(before)
-
-
-@cache
-def tell_that_it_compiles() -> None:
-    """Say so, once."""
-    logger.info("QuantWM: compiling kernels for this GPU, up to a minute in all. Later runs find them on disk.")
+    told = "QuantWM: compiling kernels for this GPU, which may take half a minute. Later runs find them on disk."
+    notice = threading.Timer(PATIENCE, logger.info, [told])
+    notice.daemon = True
+    notice.start()
+    try:
+        with ThreadPoolExecutor(COMPILERS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            before = _rehearsing.set(True)
+            try:
+                yield
+            finally:
+                _rehearsing.reset(before)
+    finally:
+        notice.cancel()
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
@@ -26,22 +27,27 @@ class Kernel:
         self.compiled.append((grid, arguments, constants))
 
 
-def test_a_wait_for_the_compiler_is_explained_once(monkeypatch, caplog):
-    launching = bare_module("kernels.launching")
-    launching.tell_that_it_compiles.cache_clear()
+@pytest.fixture
+def launching():
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles one kernel at a time")
+    return bare_module("kernels.launching")
+
+
+def test_a_long_wait_for_the_compiler_is_explained(launching, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    launching.launch(Kernel(), (1,), (1, 2))
+    with launching.rehearsal():
+        pass
     assert not caplog.messages
-    monkeypatch.setattr(launching, "NOTICED", -1.0)
-    for _ in range(2):
-        launching.launch(Kernel(), (1,), (1, 2))
+    monkeypatch.setattr(launching, "PATIENCE", 0.0)
+    with launching.rehearsal():
+        while not caplog.messages:
+            time.sleep(0.01)
     assert len(caplog.messages) == 1 and "compiling kernels" in caplog.messages[0]
 
 
-def test_a_rehearsal_compiles_and_launches_nothing():
-    launching, kernel = bare_module("kernels.launching"), Kernel()
-    if not hasattr(triton, "AsyncCompileMode"):
-        pytest.skip("this Triton compiles one kernel at a time")
+def test_a_rehearsal_compiles_and_launches_nothing(launching):
+    kernel = Kernel()
     with pytest.raises(ValueError, match="the rehearsed work's own"), launching.rehearsal():
         launching.launch(kernel, (4,), (1, 2), W=16)
         raise ValueError("the rehearsed work's own")
