@@ -60,7 +60,7 @@ def rehearsal() -> Iterator[None]:
     Otherwise they are compiled one after the other while the run stands still. What fails to compile here fails again
     where it is launched, and is handled there.
     """
-    told = "QuantWM: compiling kernels for this GPU, which may take half a minute. Later runs find them on disk."
+    told = "QuantWM: compiling kernels for this GPU, up to half a minute. Later runs find them on disk."
     notice = threading.Timer(PATIENCE, logger.info, [told])
     notice.daemon = True
     notice.start()
