@@ -102,7 +102,7 @@ def find_nearest(x: torch.Tensor, operands: Operands, nearest: torch.Tensor, can
 
 def shares(tokens: int, heads: int, tile: int, programs: int) -> tuple[int, int]:
     """Tokens of a program, in whole tiles, and how many programs a head then has: all in all about `programs`."""
-    tile = max(16, tile)  # what Triton compiles for
+    tile = max(16, tile)  # Triton compiles apart for shares of which it does not know that they are aligned
     share = tile * ceil_div(tokens, tile * max(1, programs // heads))
     return share, ceil_div(tokens, share)
 

@@ -21,11 +21,12 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 @dataclass
 class Launch:
-    """A kernel and the arguments that a wrapper gave it."""
+    """A kernel and the arguments that a wrapper gave it; `warmup` if only to have it compiled."""
 
     kernel: JITFunction
     arguments: dict
     options: dict
+    warmup: bool = False
 
     def specialized(self) -> tuple[dict, dict, dict]:
         """What Triton compiles for: constants, types, and which arguments are divisible by 16."""
@@ -67,7 +68,7 @@ def recorded() -> Iterator[list[Launch]]:
     def record(self, *args, grid, warmup, **kwargs):
         names = [parameter.name for parameter in self.params]
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-        launches.append(Launch(self, dict(zip(names, args)) | kwargs, options))
+        launches.append(Launch(self, dict(zip(names, args)) | kwargs, options, warmup))
 
     JITFunction.run = record
     try:
