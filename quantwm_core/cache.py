@@ -23,9 +23,6 @@ from .settings import CacheSettings
 from .span import PARTS
 from .stopwatch import Stopwatch
 
-# One decoding of so many is timed: not always the same layer's, as few models have a multiple of seven.
-ONE_DECODE_OF = 7
-
 
 @dataclass(frozen=True)
 class CacheGeometry:
@@ -69,7 +66,7 @@ class WorldCache:
         self.settings = settings
         self.geometry = geometry
         self._reach = reach
-        self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device, ONE_DECODE_OF)
+        self.encode_watch, self.decode_watch = Stopwatch(device), Stopwatch(device)
         check_backend(settings, geometry.head_dim, device)
         self.backend = Dispatcher(settings.backend)
         check_overrides(settings.overrides, geometry.layers, geometry.heads)

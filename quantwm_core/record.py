@@ -14,7 +14,7 @@ class CacheHandle:
     record: None before the first run; see `accounting.build_record` for the keys.
     history: one entry per committed block: block, tokens, bytes_bf16, bytes_packed, bytes_unpacked (with the method's
         state), bytes_bank, bytes_by_part, and so far in the run: encode_seconds, decode_seconds (of what the device has
-        finished; on CUDA one decoding of seven is timed), seconds, backend and backend_reason.
+        finished), seconds, backend and backend_reason.
     """
 
     settings: CacheSettings

@@ -16,16 +16,10 @@ class Stopwatch:
     """Context manager; re-usable, not re-entrant. On CUDA it records events and reads them when asked or reused.
 
     A graph that torch.compile makes has no clock: what it takes up is not timed.
-
-    Args:
-        every: on CUDA, of so many uses time one and let it stand for the others. Between two events that tell the time
-            nothing overlaps, which is felt around short work.
     """
 
-    def __init__(self, device: torch.device | None = None, every: int = 1) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._cuda = device is not None and device.type == "cuda"
-        self._every = every if self._cuda else 1
-        self._uses = self._timed = 0
         self._seconds = 0.0
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._start = 0.0
@@ -33,10 +27,6 @@ class Stopwatch:
     def __enter__(self) -> Stopwatch:
         if torch.compiler.is_compiling():
             return self
-        self._uses += 1
-        if not self._times():
-            return self
-        self._timed += 1
         if self._cuda:
             pair = self._next_pair()
             pair[0].record()
@@ -46,7 +36,7 @@ class Stopwatch:
         return self
 
     def __exit__(self, *exception) -> None:
-        if torch.compiler.is_compiling() or not self._times():
+        if torch.compiler.is_compiling():
             return
         if self._cuda:
             self._events[-1][1].record()
@@ -57,19 +47,13 @@ class Stopwatch:
         """Total so far; waits for the device if it has to."""
         while self._events:
             self._read(self._events.popleft())
-        return self._total()
+        return self._seconds
 
     def finished_seconds(self) -> float:
         """Total of what the device has finished by now. Never waits, so that it can be asked during a run."""
         while self._events and self._events[0][1].query():
             self._read(self._events.popleft())
-        return self._total()
-
-    def _times(self) -> bool:
-        return self._uses % self._every == 0
-
-    def _total(self) -> float:
-        return self._seconds * self._uses / max(1, self._timed)
+        return self._seconds
 
     def _next_pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         if len(self._events) < MOST_PAIRS:
